@@ -1,1 +1,1 @@
-"""From a user's module to sharded ones: wrapping, construction, flat parameters."""
+"""Construction of sharded modules: auto wrapping, units and flat parameters."""

@@ -1,8 +1,7 @@
-"""Comparison of the model that each rank wraps, once, before the first collective of a tree.
+"""Comparison of the model that each rank wraps, once per tree, before its first collective.
 
-Each rank hashes what its units will gather, in their order; 16 bytes of each rank go over the root's groups.
-Only where they differ are the plans themselves exchanged, and every rank raises the same error, which names
-the first difference.
+Each rank hashes the plan of its units and all-gathers the 16-byte digest over the root's groups. If digests
+differ, the ranks exchange their full plans, and each rank raises the same error with the first difference.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ DIGEST_NBYTES = 16
 
 
 class UnitPlan(NamedTuple):
-    """One unit: what its collectives need, the same on all ranks of its group, and names, which need not be.
+    """One unit's plan: ``needs`` must match on all ranks of its group; names need not.
 
-    Ranks that ignore different modules may call the same place of the model by different names.
+    Names may differ between ranks that ignore different modules.
     """
 
     module: str
@@ -37,7 +36,7 @@ class UnitPlan(NamedTuple):
     needs: dict[str, object]  # compared in this order
 
     def shown(self, field: str) -> str:
-        """The value of a field of ``needs``; a parameter's with its name."""
+        """Return the value of ``field`` in ``needs`` for the error; a parameter is shown with its name."""
         value = self.needs.get(field)
         if field.startswith("parameter ") and value is not None:
             return f"{self.parameters[int(field.split()[1])]!r} of shape {value}"
@@ -45,7 +44,7 @@ class UnitPlan(NamedTuple):
 
 
 class RankPlan(NamedTuple):
-    """The plan of one rank, or the error that kept it from making one."""
+    """The plan of one rank, or the error that prevented it."""
 
     rank: int
     error: str | None
@@ -55,10 +54,11 @@ class RankPlan(NamedTuple):
 def values_if_different(
     mine: T, compared: bytes, groups: Iterable[dist.ProcessGroup | None], device: torch.device
 ) -> list[T]:
-    """Every rank's ``mine`` if ``compared`` is not the same on all ranks of ``groups``, else an empty list.
+    """Return every rank's ``mine`` if ``compared`` differs between ranks of ``groups``, else an empty list.
 
-    Collective. Values are sent only if they are returned. They are in rank order if there is one group. Of several
-    groups each passes on what the group before has found, so that all ranks reach the same answer.
+    Collective over ``groups``, one after another. Values are sent only if digests differ. With one group the
+    result is in rank order. With several, each group forwards the result of the previous one, so that all
+    ranks return the same decision.
     """
     groups, digest, is_same = of_several(*groups), digest_of(compared), True
     for group in groups:
@@ -73,14 +73,16 @@ def values_if_different(
 
 
 def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], error: Exception | None) -> None:
-    """Raise unless ``modules``, with paths from the root, fit those of all ranks of the root's groups.
+    """Raise unless ``modules`` (paths are relative to the root) match on all ranks of the root's groups.
 
-    Collective over those groups, unless this rank's plan is the one agreed on before. ``error`` is what this
-    rank found by itself: it is raised here, so that the other ranks hear of it instead of waiting. Units with
-    groups of their own may differ. RuntimeError on every rank, with the first difference and its ranks.
+    Collective over the root's groups; skipped if this rank's plan was agreed on before. ``error`` is the
+    local failure of this rank, if any: ``agree`` reports it to the other ranks before raising, so that they
+    do not wait. Units with other process groups may differ.
+
+    Raises RuntimeError on every rank, with the first difference and its ranks.
     """
     groups = (root.process_group, root._replicate_group)
-    # a unit over other ranks is another unit elsewhere
+    # units with other process groups may legitimately differ between ranks
     sharing = [
         (path, module)
         for path, module in modules
@@ -92,21 +94,21 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
     plan = [_unit_plan(path, module, path in optional_paths) for path, module in sharing]
     compared = digest_of(repr(([one.needs for one in plan], str(error))).encode())
     try:
-        if compared != root._agreed_plan and detect_fake_mode() is None:  # fake ranks send nothing
+        if compared != root._agreed_plan and detect_fake_mode() is None:  # fake ranks do not communicate
             own = RankPlan(_global_rank(), None if error is None else str(error), plan)
             if plans := values_if_different(own, compared, groups, root.compute_device):
                 raise RuntimeError(difference(plans))
     finally:
         if error is not None:
-            raise error from None  # also where the device is what is wrong, and nothing can be sent
+            raise error from None  # raised even if the exchange itself fails, e.g. on a wrong device
     root._agreed_plan = compared
 
 
 def agree_to_sync(name: str, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Raise unless all ranks of ``groups`` wrap with sync_module_states, as this one does in unit ``name``.
+    """Raise RuntimeError unless all ranks of ``groups`` wrap unit ``name`` with sync_module_states=True.
 
-    Collective. The others are first heard of at their first step, by what ``agree`` sends there: it is as
-    long.
+    Collective. Ranks without sync_module_states take part only at their first step, through ``agree``: its
+    digest has the same size, so the two collectives match.
     """
     failure = (
         f"unit {name} is wrapped with sync_module_states=True here, and not on all ranks: the others "
@@ -120,7 +122,7 @@ def agree_to_sync(name: str, groups: Sequence[dist.ProcessGroup], device: torch.
 
 
 def _global_rank() -> int:
-    """This process's rank, or 0 where groups are not torch.distributed's."""
+    """Return this process's rank, or 0 if torch.distributed is not initialized."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -144,7 +146,7 @@ def digest_of(data: bytes) -> bytes:
 
 
 def _gather(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    # The group's own method: what stands under the name in torch.distributed is watched for parameters.
+    # Call the group's own method: users may monkey-patch torch.distributed's.
     own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     everyone = torch.zeros(group.size() * DIGEST_NBYTES, dtype=torch.uint8, device=device)
     if not hasattr(group, "_allgather_base"):
@@ -159,11 +161,11 @@ def _gather(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> li
     return [data[start : start + DIGEST_NBYTES] for start in range(0, len(data), DIGEST_NBYTES)]
 
 
-# ----------------------------------------------------------------- the difference
+# ----------------------------------------------------------------- error message
 
 
 def difference(plans: Sequence[RankPlan]) -> str:
-    """The error message for plans that differ."""
+    """Return the error message for plans that differ."""
     plans = sorted(plans)
     failed = [f"rank {plan.rank}: {plan.error}" for plan in plans if plan.error is not None]
     if failed:
@@ -193,7 +195,7 @@ def difference(plans: Sequence[RankPlan]) -> str:
 
 
 def _on_ranks(values: dict[int, str], separator: str) -> str:
-    """The values by rank, each with its ranks."""
+    """Format the values, each with the ranks that have it."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, value in values.items():
         ranks[value].append(rank)

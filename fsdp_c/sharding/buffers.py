@@ -1,7 +1,7 @@
-"""Buffers are not sharded; with buffer mixed precision they are cast once, at lazy initialisation.
+"""Buffers of units: never sharded; cast to ``buffer_dtype`` once, at lazy initialization.
 
-With FSDP_USE_FULL_PREC_IN_EVAL they are cast back for a forward in eval mode, and again for the next one in
-training.
+With FSDP_USE_FULL_PREC_IN_EVAL, a forward in eval mode casts them back, and the next one in training mode
+casts them again.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from fsdp_c.sharding.traversal import Subtree, clean_name, clean_path, joined, n
 
 
 def original_dtypes(tree: Subtree) -> dict[str, torch.dtype]:
-    """The dtype of every buffer under its name in the user's own model, to which checkpoints cast back."""
+    """Return the dtype of every buffer by FQN. Checkpoints cast buffers back to it."""
     dtypes = {clean_name(name): buffer.dtype for buffer, name in tree.buffers.items()}
     for module in filter(is_sharded_module, tree.units):
         path, inner = tree.units[module], module._buffer_name_to_orig_dtype.items()
@@ -22,10 +22,10 @@ def original_dtypes(tree: Subtree) -> dict[str, torch.dtype]:
 
 
 def cast_for_computation(modules: Iterable[ShardedModule], device: torch.device) -> None:
-    """Cast floating buffers to the ``buffer_dtype`` of the innermost unit around; move all to ``device``.
+    """Cast floating-point buffers to the innermost unit's ``buffer_dtype``; move all buffers to ``device``.
 
-    ``modules`` in traversal order. Ignored buffers stay as they are. Record the original dtype of buffers
-    registered since the module was wrapped.
+    ``modules`` are in pre-order. Ignored buffers are unchanged. Original dtypes of buffers registered after
+    wrapping are recorded.
     """
     for module, name, buffer in _own_buffers(modules):
         if name not in module._buffer_names:
@@ -38,7 +38,9 @@ def cast_for_computation(modules: Iterable[ShardedModule], device: torch.device)
 
 
 def _own_buffers(modules: Iterable[ShardedModule]) -> Iterator[tuple[ShardedModule, str, torch.Tensor]]:
-    """The buffers that are not ignored, with the innermost unit around each and the name from there."""
+    """Yield the buffers that are not ignored, each with its innermost unit and its name relative to that
+    unit.
+    """
     visited: set[torch.Tensor] = set()
     inner: set[torch.nn.Module] = set()
     for module in reversed(list(modules)):
@@ -51,7 +53,6 @@ def _own_buffers(modules: Iterable[ShardedModule]) -> Iterator[tuple[ShardedModu
 
 
 def cast_back(modules: Iterable[ShardedModule]) -> None:
-    """Give buffers their original dtypes; values rounded by an earlier cast stay so. See
-    ``cast_for_computation``."""
+    """Cast buffers to their original dtypes. Values rounded by an earlier cast stay rounded."""
     for module, name, buffer in _own_buffers(modules):
         buffer.data = buffer.to(dtype=module._buffer_name_to_orig_dtype.get(name))

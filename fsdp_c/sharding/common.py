@@ -1,4 +1,4 @@
-"""Helpers of state dicts and summon_full_params: parameters by their names, and contexts over one unit."""
+"""Helpers for state dicts and summon_full_params: parameters by FQN, temporary registrations and runtimes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ABSENT = object()
 
 
 def managed_params(handle: FlatParamHandle | None) -> list[ManagedParam]:
-    """The original parameters of ``handle``, then further names of shared ones; empty without a handle."""
+    """Return the original parameters of ``handle``, then further names of shared ones; empty for None."""
     return [] if handle is None else handle.managed_params
 
 
 def unmanaged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that no unit manages, under all names that the unwrapped model has for them."""
+    """Yield (FQN, parameter) for parameters that no unit manages, once per name."""
     managed = {
         (param.module, param.name) for unit in units_of(model) for param in managed_params(unit._handle)
     }
@@ -37,7 +37,7 @@ def unmanaged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextlib.contextmanager
 def mounted(params: Sequence[tuple[ManagedParam, Tensor]]) -> Iterator[None]:
-    """Show other tensors as the parameters of the modules, and put back at exit exactly what was found."""
+    """Register ``params`` in their modules inside the context; restore the previous registrations at exit."""
     found: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for (module, name, *_), tensor in params:
@@ -58,9 +58,9 @@ def mounted(params: Sequence[tuple[ManagedParam, Tensor]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bound_runtime(fsdp_module: ShardedModule) -> Iterator[None]:
-    """Lazily initialise ``fsdp_module``, and undo it at exit where nothing was initialised before.
+    """Lazily initialize ``fsdp_module``; undo the initialization at exit if this call did it.
 
-    A state dict or a look at parameters must not decide which unit is the root: not all ranks need take one.
+    State dicts and parameter inspection must not decide which unit is the root: some ranks may not call them.
     """
     if fsdp_module._unit.runtime is not None:
         yield
@@ -74,7 +74,10 @@ def bound_runtime(fsdp_module: ShardedModule) -> Iterator[None]:
 
 
 def lies_elsewhere_whole(fsdp_module: ShardedModule) -> bool:
-    """True if the units were moved off the device that computes, and each rank has all: nothing is sent."""
+    """Return True if the units were moved off the compute device and none is sharded.
+
+    No communication is needed then. Always False after lazy initialization.
+    """
     if fsdp_module._unit.runtime is not None:
         return False
     handles = [unit._handle for unit in units_of(fsdp_module) if unit._handle is not None]
@@ -86,7 +89,7 @@ def lies_elsewhere_whole(fsdp_module: ShardedModule) -> bool:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause garbage collection: a state dict or a checkpoint is thousands of objects, none of them garbage."""
+    """Pause garbage collection: a state dict creates thousands of objects, none of them garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -97,12 +100,12 @@ def collector_paused() -> Iterator[None]:
 
 
 def of_several(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
-    """The groups with more than one rank."""
+    """Return the groups with more than one rank."""
     return [group for group in groups if group is not None and group.size() > 1]
 
 
 def tell(mine: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Gather ``mine`` from every rank of the group, in rank order. Collective."""
+    """All-gather the object ``mine``; return one per rank, in rank order. Collective over ``group``."""
     told = [mine] * dist.get_world_size(group)
     if len(told) > 1:
         dist.all_gather_object(told, mine, group=group)
@@ -110,6 +113,6 @@ def tell(mine: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work on ``device``; CPU work is never outstanding."""
+    """Block until all work on ``device`` is done. No-op for the CPU."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)

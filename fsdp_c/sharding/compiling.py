@@ -1,6 +1,6 @@
-"""Rules for torch.compile: it compiles the modules inside units, and runs fsdp_c's own frames eagerly.
+"""Rules for torch.compile: modules inside units are compiled, frames of fsdp_c run eagerly.
 
-torch._dynamo takes a second and 25 MB to import, which only those pay who compile.
+torch._dynamo is not imported here: its import costs 1 s and 25 MB.
 """
 
 import functools
@@ -19,12 +19,12 @@ import torch.nn as nn
 from fsdp_c.sharding.traversal import Subtree
 
 T = TypeVar("T")
-_RULES = "torch._dynamo.trace_rules"  # the module that says which frames are compiled
+_RULES = "torch._dynamo.trace_rules"  # decides which frames Dynamo traces
 _TRACED = ("fsdp_c.training", "fsdp_c.training.replacements")
 
 
 class _WhenRulesCome(importlib.abc.MetaPathFinder):
-    """Adds to the rules as they are imported, however long after the first unit. Finds nothing itself."""
+    """Meta path finder that adds fsdp_c's rules once Dynamo's are imported. Never finds a module itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
@@ -41,12 +41,12 @@ class _WhenRulesCome(importlib.abc.MetaPathFinder):
                 _skip_frames(module)
                 sys.meta_path.remove(self)
 
-            spec.loader.exec_module = execute_and_add  # type: ignore[method-assign]  # of this spec's loader alone
+            spec.loader.exec_module = execute_and_add  # type: ignore[method-assign]  # the loader belongs to this spec only
         return spec
 
 
 def _skip_frames(rules: Any) -> None:
-    """Skip frames of all modules of fsdp_c but ``fsdp_c.training.replacements``."""
+    """Skip frames of all fsdp_c modules except ``fsdp_c.training.replacements``."""
     for package in ("fsdp_c", "fsdp_c.training"):
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
             if module.name not in _TRACED:
@@ -55,7 +55,7 @@ def _skip_frames(rules: Any) -> None:
 
 @functools.cache
 def _skip_our_frames() -> None:
-    """Have torch.compile run our frames eagerly; it compiles the modules inside units."""
+    """Make torch.compile run fsdp_c's frames eagerly, now or once Dynamo is imported."""
     if _RULES in sys.modules:
         _skip_frames(importlib.import_module(_RULES))
     else:
@@ -63,8 +63,8 @@ def _skip_our_frames() -> None:
 
 
 def eager(function: Callable[..., T]) -> Callable[..., T]:
-    """``function``, of which torch.compile compiles nothing: not even what it calls of Python's library."""
-    # without them nothing is being compiled
+    """Disable compilation of ``function`` and of all functions that it calls."""
+    # Before Dynamo's rules are imported, nothing is compiled.
     return _disabled(function) if _RULES in sys.modules else function
 
 
@@ -74,7 +74,7 @@ def _disabled(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def modules_by_compiled(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """The module inside each of ``modules`` that torch.compile returned, by the compiled one."""
+    """Map each module returned by torch.compile to its inner module."""
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is None:
         return {}
@@ -82,7 +82,7 @@ def modules_by_compiled(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Modu
 
 
 def annotate(tree: Subtree, ignored_modules: set[nn.Module], use_orig_params: bool) -> None:
-    """Mark the modules whose parameters are views that change from forward to forward."""
+    """Mark modules for Dynamo: their parameters are views that change from forward to forward."""
     _skip_our_frames()
     marks = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": use_orig_params}
     for submodule in (*tree.modules, *tree.units):

@@ -1,4 +1,4 @@
-"""The configuration of a unit: made once by its constructor, never changed, and read by C."""
+"""The configuration of a unit: immutable, made by the unit's constructor, read by C."""
 
 import os
 from typing import NamedTuple
@@ -10,28 +10,30 @@ from fsdp_c.compat.upstream import BackwardPrefetch, FSDPExtensions, MixedPrecis
 
 
 class UnitConfig(NamedTuple):
-    """The configuration of one unit. ``config_read()`` in csrc/handle/config.c takes the fields in this order."""
+    """The configuration of one unit. ``config_read()`` in csrc/handle/config.c reads the fields in this
+    order.
+    """
 
     shard_group: dist.ProcessGroup
-    replicate_group: dist.ProcessGroup | None  # the ranks that hold the same shard, for hybrid strategies
-    device: torch.device  # that the unit computes on
+    replicate_group: dist.ProcessGroup | None  # ranks with the same shard; None unless the strategy is hybrid
+    device: torch.device  # compute device
     strategy: ShardingStrategy
     use_orig_params: bool
-    offload_params: bool  # shards are in CPU memory, wherever ``device`` is
+    offload_params: bool  # True if shards live in CPU memory, whatever ``device`` is
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     keep_low_precision_grads: bool
-    predivide: float  # gradients are divided by it before they are summed,
-    postdivide: float  # and by this afterwards
+    predivide: float  # divisor of gradients before the reduction
+    postdivide: float  # divisor of gradients after the reduction
     skip_writeback_check: bool
-    verbose: bool  # TORCH_DISTRIBUTED_DEBUG=INFO
+    verbose: bool  # True if TORCH_DISTRIBUTED_DEBUG is INFO
     cast_forward_inputs: bool
     cast_root_forward_inputs: bool
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
     limit_all_gathers: bool
-    full_precision_in_eval: bool  # the root calls cast_buffers_for_mode() before its forward
-    extension: FSDPExtensions | None  # flattens DTensors; C leaves it alone
+    full_precision_in_eval: bool  # True if the root calls cast_buffers_for_mode() before its forward
+    extension: FSDPExtensions | None  # flattens DTensors; not read by C
 
 
 def configure(
@@ -48,7 +50,7 @@ def configure(
     limit_all_gathers: bool = True,
     extension: FSDPExtensions | None = None,
 ) -> UnitConfig:
-    """The configuration by these settings and by the environment."""
+    """Return the configuration for these settings and the environment variables."""
     ranks = shard_group.size() * (1 if replicate_group is None else replicate_group.size())
     predivide = predivide_factor(ranks)
     return UnitConfig(
@@ -76,7 +78,9 @@ def configure(
 
 
 def predivide_factor(data_parallel_size: int) -> float:
-    """The power of two near the square root by which gradients are divided before they are summed."""
+    """Return the power of two near the square root of ``data_parallel_size``: the divisor before the
+    reduction.
+    """
     factor = 1
     while data_parallel_size % factor == 0 and data_parallel_size / factor > factor:
         factor *= 2
@@ -84,5 +88,5 @@ def predivide_factor(data_parallel_size: int) -> float:
 
 
 def is_set(variable: str) -> bool:
-    """Whether the environment sets ``variable`` to 1."""
+    """Return True if the environment variable is 1."""
     return os.environ.get(variable, "") == "1"

@@ -1,4 +1,4 @@
-"""Decisions of a unit's constructor: ignored states, groups, strategy, device, own parameters."""
+"""Steps of a unit's constructor: argument checks, ignored states, groups, strategy, device, parameters."""
 
 import atexit
 import numbers
@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 def check_settings(
     strategy: object, mixed_precision: object, backward_prefetch: object, cpu_offload: object = None
 ) -> None:
-    """TypeError for settings of other types than torch.distributed.fsdp's. False values count as None, as in FSDP1."""
+    """Raise TypeError for settings of the wrong type. Falsy values count as None, as in FSDP1."""
     _check_type("sharding_strategy", strategy, ShardingStrategy, "ShardingStrategy.FULL_SHARD")
     _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE")
     if mixed_precision:
@@ -67,8 +67,11 @@ def check_settings(
 def check_places(
     process_group: object, device_mesh: object, device_id: object, param_init_fn: object = None
 ) -> None:
-    """TypeError for what names no group, mesh or device; ValueError for a group that this rank is not in, and for a
-    ``param_init_fn`` that is no function."""
+    """Check the arguments that name groups, devices and the initialization function.
+
+    Raises TypeError for a value that is no group, mesh or device. Raises ValueError for a group without this
+    rank, and for a ``param_init_fn`` that is not callable.
+    """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(
             f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}: pass a function of a "
@@ -89,7 +92,7 @@ def check_places(
                 f"rank {_global_rank()} is not in process_group: wrap the module on the ranks of the group "
                 "only, or pass a group with all ranks that wrap it"
             )
-        # backends and fake groups say their rank and size as well
+        # duck-typed: backends and fake groups have rank() and size() too
         if not all(callable(getattr(group, name, None)) for name in ("rank", "size")):
             _check_type("process_group", group, dist.ProcessGroup, "torch.distributed.new_group(ranks)")
 
@@ -106,7 +109,7 @@ def _check_type(name: str, value: object, kind: type, example: str) -> None:
 
 
 def refuse_foreign_units(tree: Subtree) -> None:
-    """ValueError if there are units of torch's own FSDP: one model is run by one implementation."""
+    """Raise ValueError if ``tree`` contains units of torch's own FSDP: implementations cannot be mixed."""
     foreign = (_FSDPState, fsdp2_module_class())
     for submodule, path in tree.modules.items():
         if isinstance(submodule, foreign):
@@ -120,8 +123,11 @@ def refuse_foreign_units(tree: Subtree) -> None:
 
 
 def warn_of_useless_unit(module: nn.Module) -> None:
-    """UserWarning for units that are of no use: around a container, whose forward nobody calls, so that its
-    parameters are never gathered, and around another unit, which leaves no parameters to the outer one."""
+    """Warn (UserWarning) about a unit without effect.
+
+    A container's forward is never called, so its parameters would never be all-gathered. A unit around
+    another unit owns no parameters.
+    """
     if is_unit(module):
         warnings.warn(
             "the module is a FullyShardedDataParallel already, so that another around it holds nothing: wrap "
@@ -140,7 +146,7 @@ def warn_of_useless_unit(module: nn.Module) -> None:
 
 
 class IgnoredStates(NamedTuple):
-    """Modules, parameters and buffers that a unit leaves alone. Buffers have their names before any wrapping."""
+    """Modules, parameters and buffers that a unit ignores. Buffer names have no wrapper segments."""
 
     modules: set[nn.Module]
     params: set[nn.Parameter]
@@ -152,7 +158,10 @@ def resolve_ignored_states(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> IgnoredStates:
-    """The modules (with subtrees), parameters and buffers to ignore, those of inner units among them."""
+    """Return the ignored modules (with subtrees), parameters and buffers, including those of inner units.
+
+    Raises ValueError or TypeError for invalid arguments.
+    """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
             "Cannot pass both ignored_modules and ignored_states at the same time: ignored_states takes "
@@ -200,7 +209,7 @@ def resolve_ignored_states(
 def _split_ignored(
     modules: Iterable[nn.Module] | None, states: Iterable[nn.Parameter] | Iterable[nn.Module] | None
 ) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """The ignored modules and parameters, from whichever of the two arguments was given."""
+    """Return the ignored modules and parameters from the argument that was passed."""
     name = "ignored_modules" if states is None else "ignored_states"
     passed = modules if states is None else states
     if passed is None:
@@ -227,7 +236,7 @@ GroupArgument = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] 
 
 
 class ProcessGroups(NamedTuple):
-    """The group a unit shards over, and for hybrid strategies the group of its replicas."""
+    """The process group to shard over, and for hybrid strategies the group of replicas."""
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup | None
@@ -240,7 +249,11 @@ def resolve_process_groups(
     has_policy: bool,
     device: torch.device,
 ) -> ProcessGroups:
-    """The groups that the arguments name. Making those of a hybrid strategy is collective over all ranks."""
+    """Return the process groups for these arguments.
+
+    Collective over all ranks if a hybrid strategy needs new groups. Raises ValueError for arguments that do
+    not fit.
+    """
     if process_group is not None and device_mesh is not None:
         raise ValueError(
             "Cannot pass both process_group and device_mesh at the same time: the groups are those of the "
@@ -290,7 +303,7 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _groups_by_node(world: dist.ProcessGroup, device: torch.device) -> ProcessGroups:
-    """Shard in a node, replicate over ranks of equal place in their nodes. Every rank makes every group."""
+    """Shard within a node, replicate across nodes. Collective: every rank creates every group."""
     on_cpu = device.type == "cpu"
     ranks_per_node = torch.get_device_module(device).device_count()
     if on_cpu:
@@ -304,7 +317,10 @@ def _groups_by_node(world: dist.ProcessGroup, device: torch.device) -> ProcessGr
 
 
 def groups_of_nodes(world: dist.ProcessGroup, ranks_per_node: int) -> ProcessGroups:
-    """Nodes of consecutive ranks. Collective over all ranks."""
+    """Create the groups for nodes of ``ranks_per_node`` consecutive ranks.
+
+    Collective over all ranks.
+    """
     shard, _ = dist.new_subgroups(ranks_per_node)
     backend = dist.get_backend(world)
     replicas = [
@@ -315,7 +331,9 @@ def groups_of_nodes(world: dist.ProcessGroup, ranks_per_node: int) -> ProcessGro
 
 
 def resolve_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
-    """The strategy in effect: FULL_SHARD by default, NO_SHARD on one rank. Warns if another was asked for."""
+    """Return the effective strategy: FULL_SHARD by default, NO_SHARD on one rank. Warns if it changes the
+    argument.
+    """
     asked = strategy or ShardingStrategy.FULL_SHARD
     if world_size == 1 and asked is not ShardingStrategy.NO_SHARD:
         warnings.warn(
@@ -333,12 +351,12 @@ def resolve_strategy(strategy: ShardingStrategy | None, world_size: int) -> Shar
 
 
 def _global_rank() -> int:
-    """This process's rank for messages made before its groups are known."""
+    """Return this process's rank, or 0 if torch.distributed is not initialized."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def tensor_parallel_extension(device_mesh: DeviceMesh | None, device: torch.device) -> FSDPExtensions | None:
-    """The extension that flattens DTensors, where ``device_mesh`` is a slice of a larger mesh; else None."""
+    """Return the extension that flattens DTensors if ``device_mesh`` is a slice of another mesh, else None."""
     if device_mesh is None or device_mesh._get_root_mesh() == device_mesh:
         return None
     return dtensor_extensions()(torch.get_device_module(device))
@@ -350,7 +368,7 @@ def tensor_parallel_extension(device_mesh: DeviceMesh | None, device: torch.devi
 def resolve_device(
     tree: Subtree, ignored_params: set[nn.Parameter], device_id: int | torch.device | None
 ) -> torch.device:
-    """The device that computes: ``device_id``, else the parameters', else the accelerator, or the CPU."""
+    """Return the compute device: ``device_id``, else the parameters', else the accelerator, or the CPU."""
     if device_id is not None:
         return _with_index(device_id)
     params = (param for param in own_params(tree, ignored_params) if not is_flattened(param))
@@ -370,7 +388,7 @@ def resolve_device(
 
 
 def _with_index(device_id: int | torch.device) -> torch.device:
-    """The device with an explicit index; the CPU, whose index says nothing, without one."""
+    """Return the device with an explicit index; the CPU without one."""
     rank = _global_rank()
     try:
         device = torch.device(device_id)
@@ -414,7 +432,7 @@ def check_single_device(
     unit: str,
     rank: int,
 ) -> None:
-    """RuntimeError unless ``params`` are on one device, or some on the CPU with a ``device_id`` to go to."""
+    """Raise RuntimeError unless ``params`` are on one device, or some on the CPU and ``device_id`` is given."""
     devices = {param.device for param in params}
     if len(devices) < 2 or (len(devices) == 2 and CPU in devices and device_id is not None):
         return
@@ -434,7 +452,7 @@ def check_single_device(
 def check_compute_device(
     tree: Subtree, params: Collection[nn.Parameter], compute_device: torch.device, unit: str, rank: int
 ) -> None:
-    """ValueError if parameters are on another accelerator than the one that ``device_id`` names."""
+    """Raise ValueError if parameters are on another accelerator than ``compute_device``."""
     for param in params:
         if param.device not in (compute_device, CPU):
             raise ValueError(
@@ -448,12 +466,12 @@ def check_compute_device(
 
 
 def is_flattened(param: torch.Tensor) -> bool:
-    """True for a flat parameter, and for an original parameter that a unit shows in its place."""
+    """Return True for a flat parameter, and for an original parameter that a unit manages."""
     return getattr(param, "_fsdp_flattened", False)
 
 
 def own_params(tree: Subtree, ignored_params: set[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters for a unit to own, in order: not ignored, in no inner unit."""
+    """Return the parameters that a unit will own, in order: not ignored, in no inner unit."""
     return (
         [param for param in tree.params if param not in ignored_params]
         if ignored_params
@@ -462,7 +480,7 @@ def own_params(tree: Subtree, ignored_params: set[nn.Parameter]) -> list[nn.Para
 
 
 def check_params(tree: Subtree, params: Collection[nn.Parameter], unit: str) -> None:
-    """ValueError for a parameter no unit can own: a lazy one, or one that another unit owns."""
+    """Raise ValueError for a lazy parameter, or one that another unit owns."""
     for param in params:
         if nn.parameter.is_lazy(param):
             raise ValueError(
@@ -483,7 +501,7 @@ def check_params(tree: Subtree, params: Collection[nn.Parameter], unit: str) -> 
 
 
 def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: str) -> None:
-    """RuntimeError if a parameter is left that neither a unit owns nor the user ignores."""
+    """Raise RuntimeError if a parameter is neither owned by a unit nor ignored."""
     for submodule, path in tree.modules.items():
         for name, param in submodule._parameters.items():
             if param is None or param in ignored_params or not tree.owns(param):
@@ -495,27 +513,26 @@ def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: 
                 )
 
 
-# ---- the end of the process
+# ---- process exit
 
-# a thread of gloo has work of microseconds left when a collective has been waited for
+# Gloo's worker thread still holds tensors for microseconds after wait() returns.
 _TURN_OF_THREADS_S = 0.1
 _groups_of_units: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-_OWNERS_OF_GROUPS = ("_handle", "_inter_node_state", "_comm_hook_state")  # beside the unit itself
+_OWNERS_OF_GROUPS = ("_handle", "_inter_node_state", "_comm_hook_state")  # attributes with groups
 
 
 def note_groups(config: UnitConfig) -> None:
-    """Remember the groups of a unit: their threads may hold its tensors when the process ends."""
+    """Record the groups of a unit: their threads may hold its tensors at process exit."""
     groups = (config.shard_group, config.replicate_group)
     _groups_of_units.update(group for group in groups if group is not None)
 
 
 def _let_groups_go() -> None:
-    """Let groups that the script has destroyed be freed before the interpreter ends, not while it does.
+    """Free destroyed process groups before the interpreter finalizes.
 
-    Their threads would end the process then, see [Note: the end of a process] in collective.h. Where the
-    script destroys none, torch.distributed keeps them as long as the process lives, and they serve on. The
-    threads of groups that are kept, by torch.distributed or by the script, get the time to drop what they
-    hold.
+    Threads of a group freed during finalization would abort the process, see [Note: the end of a process] in
+    collective.h. Groups that the script did not destroy stay alive in torch.distributed; a short sleep lets
+    their threads drop their tensors.
     """
     if not dist.is_initialized():
         _forget_groups()

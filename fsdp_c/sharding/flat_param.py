@@ -1,4 +1,4 @@
-"""The flat parameter of a unit and the Python face of its handle: names and metadata; C has the storage."""
+"""The flat parameter of a unit and the Python side of its handle: names and metadata. C owns its storage."""
 
 import functools
 import logging
@@ -39,7 +39,7 @@ _C.bind_freed_view(FreedView)
 
 
 class SharedParamInfo(NamedTuple):
-    """One more occurrence of a parameter, and its first (primary) one."""
+    """A further occurrence of a shared parameter, and its first (primary) occurrence."""
 
     param_name: str
     module: nn.Module
@@ -52,11 +52,11 @@ class SharedParamInfo(NamedTuple):
 class ManagedParam(NamedTuple):
     """One original parameter under one of its names."""
 
-    module: nn.Module  # the module that owns it
-    name: str  # its attribute there
+    module: nn.Module
+    name: str  # attribute of ``module``
     fqn: str  # relative to the unit, wrapper segments removed
-    shape: torch.Size  # unsharded, over the tensor parallel mesh too
-    place: int  # index in the flat parameter; names of a shared parameter have the same
+    shape: torch.Size  # unsharded, also over the tensor parallel mesh
+    place: int  # index in the flat parameter, equal for all names of a shared parameter
 
 
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch gives its metaclass no public name
@@ -65,10 +65,10 @@ class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch giv
 
 
 class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
-    """A plain ``nn.Parameter`` of a unit's parameters one after the other, or of this rank's shard of them.
+    """A plain ``nn.Parameter``: the concatenated parameters of a unit, or this rank's shard of them.
 
-    ``isinstance(x, FlatParameter)`` is true for what this constructs. Its attributes have the names torch
-    gives them: ``_fqns``, ``_shapes``, ``_numels``, ``_param_infos``, ``_shard_param_infos`` and so on.
+    ``isinstance(x, FlatParameter)`` is True for objects constructed here. Attributes are named as in FSDP1:
+    ``_fqns``, ``_shapes``, ``_numels``, ``_param_infos``, ``_shard_param_infos`` and so on.
     """
 
     _is_flat_param: bool
@@ -84,11 +84,11 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
     _param_extensions: list[tensor_parallel.ParamExtension]
     _numels: tuple[int, ...]
     _shard_param_infos: tuple[_ShardParamInfo, ...]
-    _params: list[nn.Parameter] | None  # None unless use_orig_params; so are the next two
+    _params: list[nn.Parameter] | None  # None unless use_orig_params, as the next two fields
     _shared_params: list[nn.Parameter] | None
     _is_grad_none_mask: list[bool] | None
 
-    # per piece, padding included
+    # per segment of the flat parameter, including padding
     _numels_with_padding: tuple[int, ...]
     _is_padding_mask: list[bool]
 
@@ -111,7 +111,7 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
 
 
 class Occurrences:
-    """Every place in the tree where one of the parameters stands, in flatten order."""
+    """Every place in the tree that registers one of the parameters, in flatten order."""
 
     def __init__(self, tree: Subtree, params: Sequence[nn.Parameter]) -> None:
         wanted = {id(param) for param in params}
@@ -131,7 +131,7 @@ class Occurrences:
                 self.shared.append((index_of[id(param)], SharedParamInfo(*info, *places[param])))
 
     def check_modules(self) -> None:
-        """Raise RuntimeError for a module whose parameters cannot be taken from it."""
+        """Raise RuntimeError for script modules: their parameters cannot be deregistered."""
         for fqn, info in zip(self.fqns, self.infos, strict=True):
             if isinstance(info.module, torch.jit.ScriptModule):
                 raise RuntimeError(
@@ -140,7 +140,7 @@ class Occurrences:
                 )
 
     def move_params_to_end(self) -> None:
-        """Register the parameters behind others of their modules, as torch does: optimizers number them so."""
+        """Re-register the parameters last, so that parameters() order (and optimizer ids) match FSDP1."""
         for info in self.infos:
             info.module._parameters[info.param_name] = info.module._parameters.pop(info.param_name)
 
@@ -153,12 +153,16 @@ class Occurrences:
         ]
 
 
-# the methods by which a class can notice that a parameter is set or deleted
+# overridable methods that observe registration or deletion of a parameter
 _SETTERS = ("__setattr__", "__delattr__", "register_parameter")
 
 
 def _way_to_set(module: nn.Module) -> int:
-    """``setattr`` where the module's class, or others' hook on registrations, would notice; else directly."""
+    """Return the constant of C for how to register views on ``module``.
+
+    ``setattr`` is required if the class or a foreign registration hook observes registrations. Otherwise C
+    writes to ``_parameters`` directly.
+    """
     hooks = getattr(nn.modules.module, "_global_parameter_registration_hooks", {}).values()
     are_ours = all(getattr(hook, "__module__", "").partition(".")[0] == "fsdp_c" for hook in hooks)
     methods = [getattr(type(module), name) for name in _SETTERS]
@@ -168,8 +172,11 @@ def _way_to_set(module: nn.Module) -> int:
 
 
 class _Watched(type):
-    """Tells the runtime when ``unshard`` is replaced, so that it calls the replacement, and the user when
-    another method of the runtime's is, which it would not call."""
+    """Detects monkey-patching of the handle.
+
+    A replaced ``unshard`` is reported to the runtime, which calls the replacement. For other methods of the
+    runtime the user gets a warning, because C would not call the replacement.
+    """
 
     def __setattr__(cls, name: str, value: object) -> None:
         is_step = not name.startswith("__") and name != "unshard" and callable(getattr(_C.Handle, name, None))
@@ -194,14 +201,15 @@ class _Watched(type):
 
 
 class FlatParamHandle(HandleNames, metaclass=_Watched):
-    """One flat parameter: built here, run in C. Its base in fsdp_c/compat/ has further names of torch's.
+    """The handle of one flat parameter: constructed in Python, run in C.
 
-    ``FlatParamHandle(...)`` takes the arguments of torch's; ``params`` must lie in ``fully_sharded_module``.
-    ValueError for parameters that cannot share a flat one.
+    ``FlatParamHandle(...)`` takes the arguments of FSDP1's class; HandleNames has FSDP1's other names.
+    ``params`` must be in the module tree of ``fully_sharded_module``. Raises ValueError for parameters that
+    cannot share a flat parameter.
     """
 
     flat_param: FlatParameter
-    _ranges: Sequence["weakref.ref[nn.Parameter]"] = ()  # FlatRanges that an optimizer holds
+    _ranges: Sequence["weakref.ref[nn.Parameter]"] = ()  # live FlatRanges
 
     def __init__(
         self,
@@ -238,8 +246,8 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
     def of_unit(
         cls, config: UnitConfig, params: Sequence[nn.Parameter], tree: Subtree, flat_param_name: str
     ) -> "FlatParamHandle":
-        """The handle of ``params``, which may be integers; the root of ``tree`` registers its flat parameter."""
-        if not params[0].dtype.is_floating_point:  # mixed precision leaves integers alone
+        """Return the handle of ``params`` (integers allowed); ``tree.root`` registers the flat parameter."""
+        if not params[0].dtype.is_floating_point:  # mixed precision does not apply to integers
             config = config._replace(param_dtype=None, reduce_dtype=None)
         handle = cls.__new__(cls)
         handle._build(config, params, tree, flat_param_name, floating=False)
@@ -340,57 +348,60 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
         return params
 
     def as_param(self, place: int, tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        """``tensor`` as the parameter at ``place`` is shown: of its class and with its attributes."""
+        """Return ``tensor`` as a parameter with the class and attributes of the original one at ``place``."""
         guise = self._guises[place]
         return nn.Parameter(tensor, requires_grad=requires_grad) if guise is None else guise.wrap(tensor)
 
     def shard(self) -> None:
-        """Let the modules show this rank's shard: at construction, where the parameters' own storage is
-        released, and after the flat parameter got new data."""
+        """Register views of this rank's shard on the modules.
+
+        Called at construction, when the original storage is freed, and after the flat parameter's data was
+        replaced.
+        """
         with torch.no_grad():
             self.show_sharded()
 
     def init_flat_param_attributes(self) -> None:
-        """Give the flat parameter the attributes it has from lazy initialisation on."""
+        """Set the attributes that the flat parameter has after lazy initialization."""
         self._follow_dtype(self.flat_param.dtype)
         self.publish()
         if self.uses_sharded_strategy:
             self.flat_param._padded_unsharded_size = torch.Size((self.layout.padded_numel,))
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """Move the flat parameter between steps: ``.to()`` in place, with ``torch.Tensor.to``'s arguments.
+        """Move the flat parameter in place between steps. Takes the arguments of ``torch.Tensor.to``.
 
-        The original parameters and the handle follow. Away from the device that computes nothing can be
-        gathered until it is moved back; ``torch.cuda.empty_cache()`` then gives all that the units held there
-        to the driver. Raises AssertionError amid a step or inside summon_full_params.
+        The original parameters and the handle follow. Away from the compute device the parameters cannot be
+        all-gathered until they are moved back; ``torch.cuda.empty_cache()`` then releases all memory that the
+        units held there. Raises AssertionError during a step or inside summon_full_params.
         """
         with torch.inference_mode(False), torch.no_grad():
             super().flat_param_to(*args, **kwargs)
         self._follow_dtype(self.flat_param.dtype)
         if self.flat_param.device != self.device and not self._config.offload_params:
-            # the gradients that were set to None, and go now, are another stream's memory
+            # dropped gradients were used on another stream: synchronize before freeing them
             self._device_handle.synchronize(self.device)
             self.collect_user_grads()
 
     def _follow_dtype(self, dtype: torch.dtype) -> None:
-        """Take dtypes that mixed precision leaves open from the parameters, which ``.to(dtype)`` changes."""
+        """Derive dtypes that mixed precision leaves open from the parameters' current dtype."""
         param_dtype, reduce_dtype = self._config.param_dtype, self._config.reduce_dtype
         self._orig_param_dtype = dtype
         self._fwd_bwd_param_dtype = param_dtype or dtype
         self._reduce_dtype = reduce_dtype or self._fwd_bwd_param_dtype
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
-        """True if ``tensor`` has the size of a shard; never under NO_SHARD."""
+        """Return True if ``tensor`` has the size of a shard; always False under NO_SHARD."""
         return self.uses_sharded_strategy and tensor.size() == self.flat_param._sharded_size
 
     def step_in_backward(self) -> None:
-        """Step the attached optimizers and drop the gradients they used; called when the unit's are reduced
-        , on the device's stream for that.
+        """Step the attached optimizers and drop the consumed gradients.
 
-         One that several parameters share steps once: afterwards none of those has a gradient.
+        Called on the post-backward stream once the unit's gradients are reduced. An optimizer attached to
+        several parameters steps once, because afterwards none of them has a gradient.
         """
         if self._config.offload_params and self.device.type != "cpu":
-            self._device_handle.current_stream(self.device).synchronize()  # the gradients are there then
+            self._device_handle.current_stream(self.device).synchronize()  # wait for the D2H copy
         for param in self.flat_param._params or ():
             optimizers = getattr(param, "_in_backward_optimizers", None)
             if param.grad is None or not optimizers:
@@ -402,7 +413,7 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
         self.collect_user_grads()
 
     def shard_bounds(self) -> list[tuple[int, int]]:
-        """(start, end) of each parameter in this rank's shard; (0, 0) for one of which that has no element."""
+        """Return (start, end) of each parameter in this rank's shard; (0, 0) if it has no element there."""
         if self.layout.sharded:
             ranges = self.layout.shard_ranges()
             return [(start, start + numel) if held else (0, 0) for held, start, numel, _ in ranges]
@@ -411,7 +422,7 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
 
     @property
     def script_params(self) -> Sequence[nn.Parameter]:
-        """The parameters that the script has of the unit: the original ones, or the flat one."""
+        """The parameters visible to the script: the original ones, or the flat parameter."""
         return self.flat_param._params or [self.flat_param]
 
     def __repr__(self) -> str:
@@ -430,7 +441,7 @@ _WARNINGS = {
 
 
 def _switched_on(name: str) -> bool:
-    """``is_set(name)``, which is logged once per process."""
+    """Return ``is_set(name)`` and log a warning once per process."""
     if not is_set(name):
         return False
     _warn_once(name)
@@ -443,7 +454,7 @@ def _warn_once(name: str) -> None:
 
 
 def _fake_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same rank and size that sends nothing."""
+    """Return a group of the same rank and size that does not communicate."""
     from torch._C._distributed_c10d import FakeProcessGroup
 
     make: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
@@ -459,7 +470,7 @@ def _describe(
     extensions: list[tensor_parallel.ParamExtension],
     use_orig_params: bool,
 ) -> None:
-    """Give ``flat_param`` the attributes outside code reads."""
+    """Set FSDP1's metadata attributes on ``flat_param``."""
     num_params = len(found.params)
     shared_infos = tuple(info for _, info in found.shared)
     flat_param._num_params = num_params

@@ -1,4 +1,4 @@
-"""Parts of a flat parameter for optimizers: one for each original parameter, in groups of their own."""
+"""Views of a flat parameter for optimizers: one per original parameter, for per-parameter groups."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from fsdp_c.sharding.flat_param import FlatParamHandle
 
 
 class FlatRange(nn.Parameter):
-    """This rank's part of one original parameter, as a view of the shard; under NO_SHARD all of it.
+    """This rank's range of one original parameter, as a view of the shard; the whole parameter under
+    NO_SHARD.
 
-    Its ``grad`` is that part of the flat parameter's. Setting it to None clears the flat parameter's. It
-    follows a shard that is moved, when ``grad`` is looked at next.
+    ``grad`` is the same range of the flat parameter's gradient. Assigning None clears the flat parameter's
+    gradient. After the shard is moved, the next access to ``grad`` updates the view.
     """
 
     _handle: FlatParamHandle
     _index: int
-    _bounds: tuple[int, int]  # in the shard
-    _at: int  # address of the shard
+    _bounds: tuple[int, int]  # (start, end) in the shard
+    _at: int  # address of the shard when the view was made
 
     def __new__(cls, handle: FlatParamHandle, index: int, bounds: tuple[int, int]) -> FlatRange:
-        """The range of the parameter at ``index``, which is at ``bounds`` in the shard of ``handle``."""
+        """Create the range of parameter ``index`` at ``bounds`` in the shard of ``handle``."""
         shard = _shard_of(handle)
         part = _part(handle, index, bounds, shard)
         made = super().__new__(cls, part, handle.flat_param.requires_grad)
@@ -32,7 +33,9 @@ class FlatRange(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """A view; what no_sync has left unreduced is whole, which no optimizer takes."""
+        """View of the flat gradient. Unreduced gradients (no_sync) are returned unsharded; no optimizer takes
+        them.
+        """
         shard = _shard_of(self._handle)
         if self._at != shard.data_ptr() or self.device != shard.device:
             self.data = _part(self._handle, self._index, self._bounds, shard)
@@ -56,7 +59,7 @@ class FlatRange(nn.Parameter):
 
 
 def _shard_of(handle: FlatParamHandle) -> Tensor:
-    """Sharing the flat parameter's version, where that shows the shard."""
+    """Return the local shard; the flat parameter's alias of it if possible, to share its version counter."""
     shown, shard = handle.flat_param.detach(), handle.local_shard
     return shown if shard is None or shard.data_ptr() == shown.data_ptr() else shard
 
@@ -70,7 +73,7 @@ def _part(handle: FlatParamHandle, index: int, bounds: tuple[int, int], flat: Te
 
 
 def make_ranges(handle: FlatParamHandle) -> list[FlatRange]:
-    """One for each original parameter; those of before, while something holds them."""
+    """Return one range per original parameter; existing ranges are reused while alive."""
     found = ranges_of(handle) or [
         FlatRange(handle, index, each) for index, each in enumerate(handle.shard_bounds())
     ]
@@ -79,6 +82,6 @@ def make_ranges(handle: FlatParamHandle) -> list[FlatRange]:
 
 
 def ranges_of(handle: FlatParamHandle) -> list[FlatRange]:
-    """The ranges that an optimizer holds; empty without one."""
+    """Return the live ranges of ``handle``; empty if any was freed."""
     found = [one for reference in handle._ranges if isinstance(one := reference(), FlatRange)]
     return found if len(found) == len(handle.flat_param._fqns) else []

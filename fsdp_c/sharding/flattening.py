@@ -1,4 +1,4 @@
-"""Flattening: the elements of a unit's parameters, one after the other, and a rank's shard of them."""
+"""Flattening: concatenates a unit's parameters and copies this rank's shard of them."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,13 @@ from fsdp_c.compat.errors import IGNORED_AND_TRAINED, first_names
 from fsdp_c.compat.upstream import _ShardParamInfo
 
 ALIGNMENT_NBYTES = 16
-PADDING_VALUE = 42.0  # shows up in a debugger; never in a user's tensor
+PADDING_VALUE = 42.0  # recognizable in a debugger; never visible in a user's tensor
 
 
 def check_uniform(
     params: Sequence[torch.Tensor], fqns: Sequence[str], use_orig_params: bool, floating: bool = True
 ) -> None:
-    """Raise ValueError, naming the parameters, unless they can live in one flat parameter."""
+    """Raise ValueError, naming the parameters, unless ``params`` can share one flat parameter."""
     dtype, device, requires_grad = params[0].dtype, params[0].device, params[0].requires_grad
     for fqn, param in zip(fqns, params, strict=True):
         if getattr(param, "_is_flat_param", False):
@@ -48,19 +48,21 @@ def check_uniform(
 
 
 def is_truly_contiguous(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """True if ``tensor`` is contiguous, with a last stride of 1 even if that size is 1."""
+    """Return True if ``tensor`` is contiguous and its last stride is 1, even for a last size of 1."""
     return (not stride or stride[-1] == 1) and tensor.is_contiguous()
 
 
 def without_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a contiguous copy where it has gaps in memory, as a slice of a larger one has, or
-    elements that share memory."""
+    """Return ``tensor`` if its elements fill its memory exactly, else a contiguous copy.
+
+    Slices of larger tensors have gaps; expanded tensors have elements that share memory.
+    """
     is_whole = are_dense(tensor.shape, tensor.stride()) or not tensor.numel()
     return tensor if is_whole else tensor.detach().contiguous()
 
 
 def are_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """True if a tensor of these sizes and strides has no gaps in memory, in any order of dimensions."""
+    """Return True if a tensor of these sizes and strides fills its memory, in any order of dimensions."""
     expected = 1
     for size, stride in sorted(zip(sizes, strides, strict=True), key=lambda each: (each[1], each[0])):
         if size != 1 and stride != expected:
@@ -70,7 +72,7 @@ def are_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def memory_order(dense: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor without gaps in the order they have in memory, 1-D, without a copy."""
+    """Return a 1-D view of a dense tensor, in memory order."""
     data = dense.detach()
     return (
         data.view(-1) if is_truly_contiguous(data, data.stride()) else data.as_strided((data.numel(),), (1,))
@@ -78,12 +80,15 @@ def memory_order(dense: torch.Tensor) -> torch.Tensor:
 
 
 def aligned_numel(compute_dtype: torch.dtype, use_orig_params: bool) -> int:
-    """The alignment of a unit's parameters in elements; 0 for none."""
+    """Return the alignment of a unit's parameters in elements; 0 for none."""
     return ALIGNMENT_NBYTES // compute_dtype.itemsize if use_orig_params else 0
 
 
 def own_part(params: Sequence[torch.Tensor], layout: _C.FlatLayout) -> torch.Tensor:
-    """This rank's part of the flattened parameters: only it is ever written, never the whole."""
+    """Return this rank's shard of the flattened parameters, 1-D, of ``layout.shard_numel`` elements.
+
+    Only the shard is allocated, never the unsharded flat parameter.
+    """
     shard = torch.empty(layout.shard_numel, dtype=params[0].dtype, device=params[0].device)
     if shard.device.type == "meta":
         return shard
@@ -117,7 +122,10 @@ def shard_param_infos(layout: _C.FlatLayout) -> tuple[_ShardParamInfo, ...]:
 
 
 def part_in_range(start: int, last: int, range_start: int, range_last: int) -> _ShardParamInfo:
-    """The part of a parameter of [start, last] in a shard of [range_start, range_last]; all inclusive."""
+    """Return the intersection of a parameter at [start, last] with a shard at [range_start, range_last].
+
+    All bounds are inclusive.
+    """
     begin, end = max(start, range_start), min(last, range_last)
     if begin > end:
         return _NOT_IN_SHARD

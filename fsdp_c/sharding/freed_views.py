@@ -1,6 +1,6 @@
-"""The class of views of a unit's parameters while their storage is freed: between steps, and before the first.
+"""Tensor class of a unit's parameter views while their storage is freed: outside of steps.
 
-Without ``use_orig_params`` modules show them as their attributes, and a forward may have kept them elsewhere.
+Without ``use_orig_params`` modules expose the views as attributes, and a forward may have kept references.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdp_c import _C
 
-# properties of a tensor that need none of its values
+# properties that do not read values
 _PROPERTIES = (
     "shape dtype device layout ndim names requires_grad is_leaf grad _grad grad_fn _grad_fn grad_dtype output_nr "
     "retains_grad _version _base _backward_hooks _post_accumulate_grad_hooks itemsize nbytes is_cpu is_cuda is_meta "
@@ -30,14 +30,14 @@ _ALLOWED = frozenset(
     + [getattr(Tensor, name).__set__ for name in ("grad", "_grad", "_backward_hooks")]
     + [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
     + [getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)]
-    + [torch.autograd.grad]  # finds its inputs in the graph
+    + [torch.autograd.grad]  # looks up its inputs in the graph by metadata
 )
 
 
 class FreedView(Tensor):
-    """A view that gives its shape, dtype, device and the like, and raises RuntimeError by name for all else.
+    """A view that has metadata (shape, dtype, device), and raises RuntimeError for all other operations.
 
-    C sets this class on the views when it frees their storage, and takes it away when that is there again.
+    C sets this class on views when it frees their storage, and resets it on unshard.
     """
 
     @classmethod

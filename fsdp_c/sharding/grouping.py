@@ -1,4 +1,4 @@
-"""Grouping of a unit's parameters into flat ones: parameters of one dtype that are trained alike share one."""
+"""Grouping of a unit's parameters: parameters of equal dtype and ``requires_grad`` share a flat parameter."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _splits_frozen = contextvars.ContextVar("_splits_frozen", default=False)
 
 @contextlib.contextmanager
 def split_frozen() -> Iterator[None]:
-    """Units built in the body keep frozen parameters in flat ones of their own, with ``use_orig_params`` too.
+    """Put frozen parameters into flat parameters of their own, for units built in the body.
 
-    Then frozen parameters cost no gradient: none is allocated, packed, reduced or offloaded for them. State
-    dicts have the same names and shapes. Values are the same bits on two ranks without clipping: norms, and
-    sums over more ranks, are added up in another order. ``python -m fsdp_c --split-frozen`` does the same for
-    unmodified scripts. All ranks build alike.
+    Applies with ``use_orig_params=True`` too. Frozen parameters then cost no gradient memory, packing,
+    reduction or offload. State dicts keep their names and shapes. Results are bitwise equal on two ranks
+    without clipping; norms, and sums over more ranks, are added in another order. ``python -m fsdp_c
+    --split-frozen`` does the same for unmodified scripts. All ranks must build alike.
     """
     token = _splits_frozen.set(True)
     try:
@@ -30,15 +30,15 @@ def split_frozen() -> Iterator[None]:
 
 
 def splits_frozen() -> bool:
-    """True under ``split_frozen``."""
+    """Return True under ``split_frozen`` or ``--split-frozen``."""
     return _splits_frozen.get() or splits_by_default
 
 
 def groups_of(params: Iterable[nn.Parameter], use_orig_params: bool) -> list[list[nn.Parameter]]:
-    """``params`` as they share flat ones: by dtype and ``requires_grad``, trainable first, integers last.
+    """Split ``params`` by dtype and ``requires_grad``, one group per flat parameter.
 
-    One group where one flat parameter can hold them all: where their dtypes agree, and they are trainable
-    alike, or are shown as the original parameters without ``split_frozen``.
+    Trainable groups come first, integer groups last. All parameters form one group if their dtypes agree and
+    they are trainable alike, or if ``use_orig_params`` is set and ``split_frozen`` is not in effect.
     """
     groups: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
     for param in params:

@@ -1,4 +1,4 @@
-"""The ranks that hold a model: by the process groups of its units, and the meshes of which these are slices."""
+"""The ranks that hold a model, derived from the process groups and meshes of its units."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from fsdp_c.sharding.common import of_several, tell
 from fsdp_c.sharding.sharded_module import ShardedModule, units_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_path
 
-Ranks = tuple[int, ...]  # of the default group
+Ranks = tuple[int, ...]  # ranks of the default group
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Ranks, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class Holders(NamedTuple):
-    """The groups of ranks that hold a unit. ``mesh_ranks``: all of the mesh, where the shard group is a slice of it."""
+    """The process groups of a unit. ``mesh_ranks`` is not empty if the shard group is a slice of a larger
+    mesh.
+    """
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup | None
@@ -41,12 +43,12 @@ class Holders(NamedTuple):
 
     @property
     def groups(self) -> frozenset[Ranks]:
-        """The groups as this rank knows them, each with this rank in it."""
+        """This rank's groups, each as a tuple of ranks."""
         groups = map(ranks_of, of_several(self.shard, self.replicate))
         return frozenset({*groups, self.mesh_ranks, (dist.get_rank(),)} - {()})
 
     def all_ranks(self) -> Ranks:
-        """Collective over ``replicate``."""
+        """Return all ranks that hold parts of the unit. Collective over ``replicate``."""
         shard = ranks_of(self.shard)
         together = [shard] if self.replicate is None else tell(shard, self.replicate)
         return self.mesh_ranks or tuple(sorted({rank for ranks in together for rank in ranks}))
@@ -57,15 +59,16 @@ def ranks_of(group: dist.ProcessGroup) -> Ranks:
 
 
 def holder_count(shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None) -> int:
-    """The number of ranks that hold parts of a unit, or replicas of them."""
+    """Return the number of ranks that hold shards of a unit or replicas of them."""
     return shard.size() * (1 if replicate is None else replicate.size())
 
 
 def group_of_model(model: nn.Module) -> dist.ProcessGroup | None:
-    """The group of the ranks that hold ``model``, which collective calls default to; None for all ranks.
+    """Return the group of the ranks that hold ``model``: the default for collective calls. None for all
+    ranks.
 
-    None also where no unit is over all ranks of the other units. Collective the first time, among the ranks
-    of a unit of several groups or of a slice of a mesh, if these are not all ranks.
+    None is also returned if no unit spans all ranks of the other units. The first call is collective over the
+    holders of a unit with several groups or a slice of a mesh, unless these are all ranks.
     """
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     found: dict[Holders, None] = {}
@@ -86,7 +89,7 @@ def group_of_model(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def _group_over(ranks: Ranks, known: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group of ``ranks``, which lives as long as ``known``. Collective over them the first time."""
+    """Return the cached group of ``ranks``, alive as long as ``known``. The first call is collective."""
     of_known = _made.setdefault(known, {})
     if ranks not in of_known:
         of_known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
@@ -97,7 +100,7 @@ _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def warn_of_partial_units(model: nn.Module, units: Sequence[ShardedModule]) -> None:
-    """Warn once of ``units`` of ``model`` that fewer ranks hold than others: a state dict has this rank's values."""
+    """Warn once if fewer ranks hold some units than others: state dicts have this rank's values only."""
     counts = [holder_count(module.process_group, module._replicate_group) for module in units]
     if len(set(counts)) < 2 or model in _warned:
         return

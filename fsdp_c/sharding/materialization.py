@@ -1,4 +1,4 @@
-"""Bringing a module's tensors to life before they are flattened: meta initialisation, moves, broadcasts."""
+"""Preparation of a module's tensors before flattening: meta initialization, device moves, broadcasts."""
 
 import itertools
 import warnings
@@ -34,11 +34,10 @@ def materialize(
     device: torch.device,
     device_id: int | torch.device | None,
 ) -> tuple[Subtree, list[nn.Parameter], torch.device]:
-    """Give a module on the meta device its values, and move its tensors on the CPU to ``device`` if a
-    ``device_id`` was passed.
+    """Initialize modules on the meta device; move CPU tensors to ``device`` if ``device_id`` was passed.
 
-    Returns the tree and the unit's own parameters as they are then, and the device that computes. ValueError and
-    RuntimeError for parameters that no unit can hold, or on several devices.
+    Returns the new subtree, the unit's own parameters, and the compute device. Raises ValueError or
+    RuntimeError for parameters that no unit can own, or on several devices.
     """
     params = own_params(tree, ignored.params)
     check_params(tree, params, unit)
@@ -69,13 +68,13 @@ def materialize(
 
 
 def _own_buffers(tree: Subtree, ignored_modules: set[nn.Module]) -> list[torch.Tensor]:
-    """The buffers outside inner units that no ignored module holds."""
+    """Return the buffers outside inner units and ignored modules."""
     ignored = {buffer for module in ignored_modules for buffer in module.buffers(recurse=False)}
     return [buffer for buffer in tree.buffers if buffer not in ignored]
 
 
 def _modules_to_materialize(root: nn.Module, ignored_modules: set[nn.Module]) -> Iterator[nn.Module]:
-    """The modules breadth first; neither units nor ignored modules are entered."""
+    """Yield modules breadth-first, without descending into units or ignored modules."""
     pending, visited = deque([root]), {root}
     while pending:
         module = pending.popleft()
@@ -88,13 +87,13 @@ def _modules_to_materialize(root: nn.Module, ignored_modules: set[nn.Module]) ->
 
 @torch.no_grad()
 def _reset_parameters(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Allocate and initialise modules that have tensors of their own; each is to initialise only those."""
+    """Allocate and initialize each module with tensors of its own, by its ``reset_parameters()``."""
     for module in modules:
         if all(own is None for own in (*module._parameters.values(), *module._buffers.values())):
             continue
         try:
             module.to_empty(device=device, recurse=False)
-            module.reset_parameters()  # type: ignore[operator]  # where there is none, the warning says so
+            module.reset_parameters()  # type: ignore[operator]  # a missing method is reported by the warning below
         except Exception as error:
             warnings.warn(
                 f"Unable to call `reset_parameters()` for module on meta device with error {error}: give "
@@ -107,7 +106,7 @@ def _reset_parameters(modules: Iterable[nn.Module], device: torch.device) -> Non
 def _move_to_device(
     tree: Subtree, params: Iterable[nn.Parameter], ignored_modules: set[nn.Module], device: torch.device
 ) -> None:
-    """Move what of ``params`` is on the CPU, gradients with it, and of the buffers that are not ignored."""
+    """Move parameters (with gradients) and non-ignored buffers from the CPU to ``device``."""
     if device == CPU:
         return
     with torch.no_grad():
@@ -122,7 +121,7 @@ def _move_to_device(
 
 
 def _warn_of_cpu_initialization(params: Iterable[nn.Parameter], compute_device: torch.device) -> None:
-    """UserWarning when a module that an accelerator will compute is sharded on the CPU."""
+    """Warn if a module is sharded on the CPU but computes on an accelerator."""
     if compute_device != CPU and any(param.device == CPU for param in params):
         warnings.warn(
             "The passed-in `module` is on CPU and is sharded there, which may be slower than on "
@@ -134,10 +133,10 @@ def _warn_of_cpu_initialization(params: Iterable[nn.Parameter], compute_device: 
 def sync_states(
     module: nn.Module, params: Iterable[nn.Parameter], groups: Sequence[dist.ProcessGroup], where: str
 ) -> None:
-    """Give all ranks rank 0's values: of ``params`` and buffers not yet sent. Collective over ``groups``.
+    """Broadcast ``params`` and unsynchronized buffers from rank 0. Collective over ``groups``, in order.
 
-    With the group of the replicas first, every shard group's rank 0 has the right values when its turn comes.
-    Raises ValueError, naming ``where``, for tensors on the CPU that a group cannot send.
+    The replicas' group must be first: then rank 0 of every shard group has the right values. Raises
+    ValueError, naming ``where``, for CPU tensors that a group's backend cannot send.
     """
     tensors: list[torch.Tensor] = []
     params = list(params)
@@ -148,7 +147,7 @@ def sync_states(
     ]
     _check_sendable(module, [*params, *buffers], groups, where)
     for buffer in buffers:
-        buffer._fsdp_synced = True  # type: ignore[attr-defined]  # a mark on the user's own buffer
+        buffer._fsdp_synced = True  # type: ignore[attr-defined]  # mark on the user's buffer
         tensors += _plain_tensors(buffer.detach())
     for param in params:
         tensors += _plain_tensors(param.detach())
@@ -163,7 +162,7 @@ def _check_sendable(
     if on_cpu is None:
         return
     for group in groups:
-        types = {device.type for device in group._device_types}  # empty for groups made outside of torch
+        types = {device.type for device in group._device_types}  # empty for third-party groups
         if types and CPU.type not in types:
             named = itertools.chain(module.named_buffers(), module.named_parameters())
             name = next((clean_name(name) for name, tensor in named if tensor is on_cpu), "one of them")
@@ -176,11 +175,11 @@ def _check_sendable(
 
 
 def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """``tensor`` itself, or the tensors inside a wrapper subclass."""
+    """Return ``tensor`` itself, or the inner tensors of a wrapper subclass."""
     if isinstance(tensor, DTensor):
         return [tensor.to_local()]
     if not is_traceable_wrapper_subclass(tensor):
-        # every backend can send bytes, which only dense integers can be seen as
+        # Broadcast dense integers as uint8, which every backend supports.
         is_sent = tensor.is_floating_point() or not tensor.dim() or not tensor.is_contiguous()
         return [tensor if is_sent else tensor.view(torch.uint8)]
     plain: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Optional modules, which a rank need not run in a step: experts, and the encoders of modalities."""
+"""Optional modules: a rank may skip them in a step, e.g. experts and modality encoders."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _MARK = "_fsdp_c_optional"
 
 
 def optional(module: Module) -> Module:
-    """Mark ``module``, before it is wrapped, as one that a rank need not run in every step. Returns it.
+    """Mark ``module``, before wrapping, as one that a rank may skip in a step. Returns ``module``.
 
-    A unit that some rank does not run would leave the other ranks waiting for ever. The units that wrapping
-    makes of ``module`` and of what is in it take part in their collectives on every rank instead, run or not:
-    they are gathered and reduced with the unit around them, the innermost one that is not optional, which
-    every rank runs as before. Inside of its forward they run in any order, any number of times or never; what
-    a rank computes with them must reach the loss through its outputs.
+    A unit skipped by some ranks would make the others wait forever. Units made from ``module`` and its
+    submodules instead take part in collectives on every rank: they are unsharded and reduced together with
+    the unit around them, the innermost one that is not optional, which every rank must run. Within its
+    forward, optional units may run in any order and any number of times. Their results must reach the loss
+    through its outputs.
 
-    Gradients are those of a run in which each rank runs all of ``module``: the average over all ranks, with
-    zeros of those that did not run it. Where none did, ``.grad`` is zeros, not None.
+    Gradients equal those of a run in which every rank runs ``module``: the average over all ranks, with zeros
+    from ranks that skipped it. If all ranks skipped it, ``.grad`` is zeros, not None.
 
-    All optional units of one unit around are gathered at a time, as if they were a part of it: from the
-    beginning of its forward to the end, and again in its backward, to whose end their unsharded gradients are
-    kept as well. A unit around each group of them, for instance each layer with experts, keeps that small.
+    All optional units of one enclosing unit are unsharded at a time: during its forward, and again during its
+    backward, to whose end their unsharded gradients are kept too. To bound this memory, wrap each group of
+    optional modules (e.g. each layer with experts) in a unit.
 
-    Not collective; every rank marks the same modules, or the first forward raises RuntimeError on all ranks.
-    It raises ValueError where the outermost unit is marked. A unit that is called, or that a gradient
-    reaches, past the unit around it raises RuntimeError.
+    Not collective. All ranks must mark the same modules: otherwise the first forward raises RuntimeError on
+    all ranks. Marking the outermost unit makes it raise ValueError. Calling an optional unit outside of its
+    enclosing unit's forward, or reaching it by a gradient that bypasses that unit, raises RuntimeError.
 
-    Raises TypeError for what is no module, ValueError for one that is wrapped already.
+    Raises TypeError unless ``module`` is an nn.Module, ValueError if it is wrapped already.
     """
     check_module(module)
     if is_sharded_module(module):
@@ -48,18 +48,20 @@ def optional(module: Module) -> Module:
 
 
 def is_marked(module: nn.Module) -> bool:
-    """True if ``optional`` was called with ``module``, or with the module that a wrapper holds in its place."""
+    """Return True if ``optional`` was called with ``module``, or with the module inside its wrapper."""
     return getattr(module, _MARK, False) is True
 
 
 class OptionalPaths:
-    """``path in`` it: whether the module at ``path`` from ``root``, one around it, or one that it wraps as a
-    unit is marked. ``root`` itself is not asked, and a module around many is asked once.
+    """Set of the paths of optional modules below ``root``.
+
+    ``path in`` it is True if the module at ``path``, an enclosing module below ``root``, or the module that
+    it wraps is marked. Results are cached per enclosing module.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        # True if the module at the path, or one around it, is marked
+        # module at each path, and True if the module or an enclosing one is marked
         self._known: dict[str, tuple[nn.Module, bool]] = {"": (root, False)}
 
     def __contains__(self, path: str) -> bool:
@@ -77,12 +79,12 @@ class OptionalPaths:
 
 
 def optional_units(modules: Sequence[tuple[str, ShardedModule]]) -> list[tuple[_C.Unit, _C.Unit]]:
-    """The optional ones among the units of a tree, each with the unit around it.
+    """Return (optional unit, enclosing required unit) pairs of a tree.
 
-    ``modules`` are its units and their paths from the root, in traversal order. The root itself is not asked.
+    ``modules`` are its units and their paths from the root, in pre-order. The root itself is never optional.
     """
     optional_paths = OptionalPaths(modules[0][1])
-    required: dict[str, _C.Unit] = {}  # units by path; a unit comes before its segments
+    required: dict[str, _C.Unit] = {}  # units by path; setdefault keeps the unit, which precedes its segments
     found = []
     for path, module in modules:
         if path not in optional_paths:

@@ -1,4 +1,4 @@
-"""Marks on Parameters that were registered in the place of a unit's own, and not swapped in for a call.
+"""Marks on parameters that the user registered in place of a unit's own.
 
 See ``[Note: swapped parameters]`` in ``csrc/handle/writeback.c``.
 """
@@ -15,11 +15,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_c import _C
 
-_handles = WeakIdKeyDictionary()  # weak references to handles, by module and name of a parameter there
+_handles = WeakIdKeyDictionary()  # module -> parameter name -> weak reference to the handle
 
 
 def watch(places: Iterable[tuple[nn.Module, str]], handle: _C.Handle) -> None:
-    """From now on ``handle`` knows of the Parameters that are registered at these ``places``."""
+    """Notify ``handle`` of parameters registered at ``places`` from now on."""
     _listen()
     for module, name in places:
         _handles.setdefault(module, {})[name] = weakref.ref(handle)
@@ -34,5 +34,5 @@ def _note(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     reference = _handles.get(module, {}).get(name)
     handle = reference and reference()
     if param is not None and handle is not None:
-        param._fsdp_registered_for = handle.op_id  # type: ignore[attr-defined]  # a mark on the user's own parameter
+        param._fsdp_registered_for = handle.op_id  # type: ignore[attr-defined]  # mark on the user's parameter
         handle.note_assigned()

@@ -1,4 +1,6 @@
-"""A unit or segment, as modules of this package below FullyShardedDataParallel know it, and how they find units."""
+"""Base class of units and segments, for modules below FullyShardedDataParallel, and lookup of units in a
+tree.
+"""
 
 from __future__ import annotations
 
@@ -37,27 +39,27 @@ from fsdp_c.sharding.traversal import (
 from fsdp_c.sharding.wrap import unit_name
 
 if TYPE_CHECKING:
-    # torch's own declares attributes, of its own types
+    # torch's class declares attributes of its own types
     from fsdp_c.compat.standins.common_utils import _FSDPState
 else:
     from fsdp_c.compat.upstream import _FSDPState
 
 
 class ShardedModule(nn.Module, _FSDPState):
-    """A unit or one of its segments: the owner of one flat parameter. Base of FullyShardedDataParallel and Segment."""
+    """A unit or a segment: owner of one flat parameter. Base of FullyShardedDataParallel and Segment."""
 
     _unit: _C.Unit
     _fsdp_wrapped_module: nn.Module
-    _said_is_root: bool | None  # there once a client has written _is_root
-    _was_summoned: bool  # there once summon_full_params has shown the tree, which makes it one to torch
-    _segments: Sequence[ShardedModule] = ()  # one for each further flat parameter
+    _said_is_root: bool | None  # set by an assignment to _is_root
+    _was_summoned: bool  # set by summon_full_params, after which FSDP1 reports a root
+    _segments: Sequence[ShardedModule] = ()  # one per further flat parameter
     _flat_param_name: str = FLAT_PARAM  # name by which the wrapped module registers the flat parameter
-    _exec_order_data: Any  # limits of prefetching; from lazy initialisation on, it is the root's
+    _exec_order_data: Any  # prefetch limits; the root's object after lazy initialization
     _ignored_modules: set[nn.Module]
     _ignored_params: set[nn.Parameter]
     _ignored_buffer_names: set[str]
     _device_mesh: DeviceMesh | None
-    # the parameters as the script had them; empty once a backward was checked
+    # the parameters before wrapping; cleared once a backward was checked
     _params_before: list[weakref.ref[nn.Parameter]]
 
     def _init_state(
@@ -67,7 +69,9 @@ class ShardedModule(nn.Module, _FSDPState):
         cpu_offload: CPUOffload,
         buffer_dtypes: dict[str, torch.dtype],
     ) -> None:
-        """Set the attributes that other libraries read: those that show ``config``, and state before the first step."""
+        """Set the attributes that other libraries read: values of ``config``, and the state before the first
+        step.
+        """
         self._config = config
         self.process_group = config.shard_group
         self.rank = config.shard_group.rank()
@@ -91,35 +95,35 @@ class ShardedModule(nn.Module, _FSDPState):
         self._comm_hook_state: object = None
         self._buffer_name_to_orig_dtype = buffer_dtypes
         self._buffer_names = set(buffer_dtypes)
-        self._agreed_plan: bytes | None = None  # hash of the plan that all ranks have
+        self._agreed_plan: bytes | None = None  # digest of the plan on which all ranks agreed
         self._state_dict_type = StateDictType.FULL_STATE_DICT
         self._state_dict_config: StateDictConfig = FullStateDictConfig()
         self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
-        self._enclosing: weakref.ref[ShardedModule] | None = None  # the unit around this one
+        self._enclosing: weakref.ref[ShardedModule] | None = None  # enclosing unit
 
     def _lazy_init(self, alone: bool = False) -> None:
-        """Make this the root of its tree unless that has one."""
+        """Make this unit the root of its tree unless the tree has one."""
         raise NotImplementedError
 
     def _reset_lazy_init(self) -> None:
-        """Forget who the root of this unit's tree is; the next forward decides anew."""
+        """Clear the root decision of this unit's tree; the next forward decides again."""
         if self._unit.runtime is not None:
             self._unit.runtime.release()
         vars(self).pop("_said_is_root", None)
 
     @property
     def _whole(self) -> ShardedModule:
-        """The unit that this is, or is a segment of."""
+        """The unit itself, or the unit of a segment."""
         return self
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module, without a checkpoint wrapper directly around it."""
+        """The wrapped module, without a checkpoint wrapper."""
         return unwrapped(self._fsdp_wrapped_module)
 
     @property
     def _handle(self) -> FlatParamHandle | None:
-        return cast("FlatParamHandle | None", self._unit.handle)  # the object that C was given
+        return cast("FlatParamHandle | None", self._unit.handle)  # the object passed to C
 
     @property
     def _has_params(self) -> bool:
@@ -132,12 +136,12 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @property
     def params(self) -> list[FlatParameter]:
-        """The unit's flat parameters: one, none without parameters, several for a unit with segments."""
+        """The unit's flat parameters: empty without parameters, several for a unit with segments."""
         return [part._handle.flat_param for part in parts_of(self) if part._handle is not None]
 
     @property
     def training_state(self) -> TrainingState:
-        """IDLE, in a step, or inside summon_full_params."""
+        """IDLE, FORWARD_BACKWARD or SUMMON_FULL_PARAMS."""
         state = self._unit.training_state
         if state == _C.USE_IDLE:
             return TrainingState.IDLE
@@ -153,16 +157,16 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @property
     def _replicate_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same shard, for hybrid strategies."""
+        """The ranks with the same shard, for hybrid strategies."""
         return self._config.replicate_group
 
     @property
     def _is_root(self) -> bool | None:
-        """True for the root of a tree that has run; None before. Clients write it, between steps.
+        """True for the root of a tree that has run; None before. Clients may assign it between steps.
 
-        None lets the next forward of a tree decide anew. False lets an outer unit become the root of one that
-        was used by itself, until when it is remembered, as True is: which unit runs as the root does not
-        change by it. After summon_full_params it is what check_is_root() says.
+        Assigning None makes the next forward decide again. Assigning False lets an outer unit become the root
+        of a unit that ran by itself. Until then True and False are only reported: the actual root does not
+        change. After summon_full_params, the value is that of check_is_root().
         """
         decided = self._decided_is_root
         return self._enclosing_unit is None if decided is None and "_was_summoned" in vars(self) else decided
@@ -177,7 +181,7 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @property
     def _decided_is_root(self) -> bool | None:
-        """The decision of a step or a client, None without one."""
+        """The decision of a step or a client; None before any."""
         return self._said_is_root if "_said_is_root" in vars(self) else self._unit.is_root
 
     @property
@@ -193,15 +197,15 @@ class ShardedModule(nn.Module, _FSDPState):
         self._unit.sync_gradients = value
 
     def check_is_root(self) -> bool:
-        """True for the root of its tree. Before the first step: for a unit that no other was wrapped around.
+        """Return True for the root of its tree; before the first step, for a unit without an enclosing unit.
 
-        Asking decides nothing.
+        Has no side effects.
         """
         decided = self._decided_is_root
         return self._enclosing_unit is None if decided is None else decided
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        """ValueError unless the unit is in the given state, or in one of them."""
+        """Raise ValueError unless the training state is ``state``, or one of them."""
         if self._unit.runtime is not None:
             self._unit.runtime.recover()
         expected = [state] if isinstance(state, TrainingState) else state
@@ -213,11 +217,11 @@ class ShardedModule(nn.Module, _FSDPState):
 
 
 class Segment(ShardedModule):
-    """One more flat parameter of a unit, of parameters that differ in dtype, or in whether they are trained.
+    """A further flat parameter of a unit, for parameters of another dtype or ``requires_grad``.
 
-    The unit's own has the first group of ``grouping.groups_of``, and each further group is that of a segment,
-    which wraps the same module: who walks over units finds it behind its unit, with a handle, names and state
-    of its own. The rest its unit answers. The unit in C gathers, shows and frees its segments with itself.
+    The unit owns the first group of ``grouping.groups_of``; each further group is a segment around the same
+    module. Traversals list segments after their unit. A segment has its own handle, FQNs and state; other
+    attributes delegate to the unit. C unshards and reshards segments together with their unit.
     """
 
     def __init__(self, fsdp_module: ShardedModule, number: int) -> None:
@@ -239,36 +243,34 @@ class Segment(ShardedModule):
         return fsdp_module
 
     def _lazy_init(self, alone: bool = False) -> None:
-        """Initialise the tree of the unit."""
+        """Initialize the tree of the unit."""
         self._whole._lazy_init(alone)
 
 
 def handle_of(module: ShardedModule) -> FlatParamHandle:
-    """The handle of a module whose unit has parameters."""
+    """Return the handle of a unit with parameters."""
     handle = module._handle
     assert handle is not None
     return handle
 
 
 def is_summoned(module: ShardedModule) -> bool:
-    """True inside ``summon_full_params``: the unit's parameters are unsharded already."""
+    """Return True inside ``summon_full_params``, where the unit is unsharded already."""
     return handle_of(module).training_state == _C.USE_SUMMON_FULL_PARAMS
 
 
-# ----------------------------------------------------------------- finding them
+# ----------------------------------------------------------------- traversal
 
 
 def is_sharded_module(module: object) -> TypeGuard[ShardedModule]:
-    """``is_unit`` for any object."""
+    """Return ``is_unit`` for any object."""
     return isinstance(module, nn.Module) and is_unit(module)
 
 
 def units_with_paths(module: nn.Module) -> list[tuple[str, ShardedModule]]:
-    """The units of a tree and their paths from ``module``, depth first, an outer unit before its inner ones.
+    """Return (path, unit) for all units of a tree in pre-order. Paths are relative to ``module``.
 
-    The segments of a unit come behind it, with its path.
-
-    Raises TypeError for what is no module.
+    Segments follow their unit, with the same path. Raises TypeError unless ``module`` is an nn.Module.
     """
     check_module(module)
     found: list[tuple[str, ShardedModule]] = []
@@ -285,29 +287,31 @@ def units_with_paths(module: nn.Module) -> list[tuple[str, ShardedModule]]:
         if children:
             prefix = path + "." if path else ""
             for name, child in reversed(children.items()):
-                if child is not None and (child._modules or is_unit(child)):  # most modules are leaves
+                if child is not None and (child._modules or is_unit(child)):  # skip leaves: most modules are
                     pending.append((prefix + name, child))
     return found
 
 
 def units_of(module: nn.Module) -> list[ShardedModule]:
-    """The units of a tree in traversal order, each with its segments, ``module`` among them if it is one."""
+    """Return the units of a tree in pre-order, each followed by its segments, including ``module`` itself."""
     return [fsdp_module for _, fsdp_module in units_with_paths(module)]
 
 
 def whole_units_of(module: nn.Module) -> list[ShardedModule]:
-    """``units_of`` without segments."""
+    """Return ``units_of`` without segments."""
     return [fsdp_module for fsdp_module in units_of(module) if fsdp_module._flat_param_name == FLAT_PARAM]
 
 
 def parts_of(fsdp_module: ShardedModule) -> list[ShardedModule]:
-    """A unit and its segments: one for each of its flat parameters."""
+    """Return a unit and its segments: one per flat parameter."""
     return [fsdp_module, *fsdp_module._segments]
 
 
 def holders_around(fsdp_module: ShardedModule) -> dict[ShardedModule, list[str]]:
-    """The units around ``fsdp_module`` that hold parameters of modules inside of it, as modules elsewhere
-    share them, and the names of those from each."""
+    """Return the enclosing units that own parameters of modules inside ``fsdp_module``, with their FQNs.
+
+    Such parameters are shared with modules outside of ``fsdp_module``.
+    """
     inside: set[nn.Module] = set()
     found: dict[ShardedModule, list[str]] = {}
     outer = fsdp_module._enclosing_unit
@@ -321,25 +325,25 @@ def holders_around(fsdp_module: ShardedModule) -> dict[ShardedModule, list[str]]
     return found
 
 
-# ----------------------------------------------------------------- by the module that they wrap
+# ----------------------------------------------------------------- lookup by wrapped module
 
 _units: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()
 
 
 def claim_module(module: nn.Module, fsdp_module: ShardedModule) -> None:
-    """Remember which unit wraps ``module``."""
+    """Register ``fsdp_module`` as the unit that wraps ``module``."""
     _units[module] = weakref.ref(fsdp_module)
 
 
 def unit_around(module: nn.Module) -> ShardedModule | None:
-    """The unit that wraps ``module`` directly, None without one."""
+    """Return the unit that wraps ``module`` directly, or None."""
     reference = _units.get(module)
     return None if reference is None else reference()
 
 
 def claimed_units() -> list[ShardedModule]:
-    """All units that are alive, and their segments."""
-    # at once: threads may add theirs
+    """Return all live units and their segments."""
+    # Copy first: other threads may register units.
     wrapped = [module for key in _units.keyrefs() if (module := key()) is not None]
     alive = [
         unit for module in wrapped if (reference := _units.get(module)) and (unit := reference()) is not None
@@ -348,5 +352,5 @@ def claimed_units() -> list[ShardedModule]:
 
 
 def root_units() -> list[ShardedModule]:
-    """The units that are alive and in no other unit."""
+    """Return the live units without an enclosing unit."""
     return [unit for unit in claimed_units() if unit._whole is unit and unit._enclosing_unit is None]

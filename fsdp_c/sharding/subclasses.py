@@ -1,4 +1,7 @@
-"""Frozen parameters of classes of their own, or with attributes, as of quantisers: views look the same."""
+"""Frozen parameters with a class or attributes of their own (e.g. of quantizers).
+
+Their views get the same class and attributes.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,18 @@ from torch import Tensor, nn
 
 Views = tuple[Tensor, ...]
 
-# attributes that wrapping and its policies leave on plain parameters
+# attributes set by fsdp_c itself on plain parameters
 _MARKS = frozenset({"_fsdp_flattened", "_fsdp_owner", "_fsdp_registered_for", "_is_flat_param"})
 
 
 class Guise(NamedTuple):
-    """The class and the attributes of a parameter, which are shared with whatever takes them on."""
+    """Class and attributes of a parameter. Wrapped tensors share the attribute dict."""
 
     kind: type[nn.Parameter]
     attributes: dict[str, Any]
 
     def wrap(self, data: Tensor) -> nn.Parameter:
-        """A frozen parameter of that class over the memory of ``data``."""
+        """Return a frozen parameter of this class over the memory of ``data``."""
         with torch._C.DisableTorchFunctionSubclass():  # `data` may be freed
             made = torch.Tensor._make_subclass(self.kind, data.detach(), False)
         made.__dict__ = self.attributes
@@ -29,21 +32,23 @@ class Guise(NamedTuple):
 
 
 def guise_of(param: nn.Parameter) -> Guise | None:
-    """How ``param`` looks; None for a plain one, and a trained one: gradients would meet its class."""
+    """Return the class and attributes of ``param``; None for a plain or a trained one: autograd would meet
+    the class.
+    """
     if param.requires_grad or (type(param) is nn.Parameter and vars(param).keys() <= _MARKS):
         return None
     return Guise(type(param), vars(param))
 
 
 def views_wrapper(guises: Sequence[Guise | None]) -> Callable[[Views], Views] | None:
-    """The function from a unit's views to the tensors that modules show; None where they show the views."""
+    """Return the function from a unit's views to the registered tensors; None if the views are registered."""
     return ViewsInGuise(guises) if any(guises) else None
 
 
 class ViewsInGuise:
-    """Puts each guise on the view of its parameter, unless that is trained by now.
+    """Wraps each view in its parameter's class, unless the view requires grad.
 
-    Views stay from step to step, and so do the parameters made of them.
+    Results are cached, because views persist from step to step.
     """
 
     def __init__(self, guises: Sequence[Guise | None]) -> None:

@@ -1,9 +1,8 @@
-"""Parameters that tensor parallelism has sharded already: DTensors on another dimension of the mesh.
+"""Parameters sharded by tensor parallelism: DTensors over another dimension of the mesh.
 
-The flat parameter holds the local tensors of such parameters. An extension object, torch's DTensorExtensions,
-says what a parameter's local tensor is and makes a DTensor over its unsharded view again; autograd leads
-through that, so that gradients arrive with the parameter's placements and their local part reaches the flat
-gradient.
+The flat parameter holds their local tensors. An extension (torch's DTensorExtensions) returns a parameter's
+local tensor, and builds a DTensor over the unsharded view. Autograd passes through the DTensor, so gradients
+have the parameter's placements, and their local part is accumulated into the flat gradient.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from fsdp_c.compat.upstream import FSDPExtensions
 
 Views = tuple[Tensor, ...]
-# what an extension's pre_flatten_transform gives for a parameter, or None; of torch's extension it is a
-# DTensorSpec
+# second result of an extension's pre_flatten_transform(); a DTensorSpec for torch's extension
 ParamExtension = Any
 
 
 def flatten(
     params: list[nn.Parameter], fqns: Sequence[str], extension: FSDPExtensions | None
 ) -> list[ParamExtension]:
-    """Replace in ``params`` those that the extension flattens by Parameters of the local tensors.
+    """Replace DTensors in ``params`` by Parameters of their local tensors.
 
-    Returns per parameter what turns a view back, None for one that stays as it is. Raises ValueError for a
-    DTensor that no extension flattens.
+    Returns per parameter the data for the inverse transform, None for an unchanged one. Raises ValueError for
+    a DTensor without an extension.
     """
     if extension is None:
         _refuse_dtensors(params, fqns)
@@ -49,48 +47,50 @@ def flatten(
 def views_wrapper(
     param_extensions: Sequence[ParamExtension], extension: FSDPExtensions | None
 ) -> Callable[[Views], Views] | None:
-    """The function from the unit's views to the tensors that modules show; None where they show the views."""
+    """Return the function from a unit's views to the registered tensors; None if the views are registered."""
     if extension is None or all(one is None for one in param_extensions):
         return None
     return ViewsWrapper(param_extensions, extension)
 
 
 class ViewsWrapper:
-    """Makes the DTensors over a unit's views. Knows nothing of the unit, which owns it."""
+    """Builds DTensors over a unit's views. Holds no reference to the unit, which owns it."""
 
     def __init__(self, param_extensions: Sequence[ParamExtension], extension: FSDPExtensions) -> None:
         self._param_extensions = tuple(param_extensions)
         self._extension = extension
 
     def __call__(self, views: Views) -> Views:
-        # Recorded under no_grad as well, as the views themselves are.
+        # Record history under no_grad too, as the views do.
         with torch.enable_grad():
             return tuple(map(self._wrap, views, self._param_extensions))
 
     def _wrap(self, view: Tensor, param_extension: ParamExtension) -> Tensor:
         if param_extension is None:
             return view
-        # The extension registers a hook on its argument: never on the view, which stays from step to step.
-        with torch._C.DisableTorchFunctionSubclass():  # it may be freed
+        # The extension registers a hook on its argument. Pass an alias: the view persists from step to step.
+        with torch._C.DisableTorchFunctionSubclass():  # the view's storage may be freed
             alias = view.view_as(view)
         return self._extension.post_unflatten_transform(alias, param_extension)
 
 
 def full_shape(param_extension: ParamExtension, local_shape: torch.Size) -> torch.Size:
-    """The shape of a parameter over all ranks of the tensor parallel mesh."""
+    """Return the shape of a parameter over the whole tensor parallel mesh."""
     return torch.Size(getattr(param_extension, "shape", local_shape))
 
 
 def like(value: object, shown: Tensor) -> object:
-    """``value`` as loading into ``shown`` needs it: a plain one of full shape becomes this rank's DTensor."""
+    """Return ``value`` in the form for loading into ``shown``: a full plain tensor becomes this rank's
+    DTensor.
+    """
     if not isinstance(shown, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
         return value
-    # All ranks have the same value: nothing is sent.
+    # No communication: all ranks have the same value.
     return distribute_tensor(value, shown.device_mesh, shown.placements, src_data_rank=None)
 
 
 def local_part(value: Tensor, param_extension: ParamExtension) -> Tensor:
-    """The local tensor of a parameter for a full ``value``, plain or a DTensor however placed.
+    """Return the local tensor of a parameter for a full ``value``: plain, or a DTensor of any placement.
 
     Collective over the mesh of a DTensor.
     """
@@ -100,13 +100,15 @@ def local_part(value: Tensor, param_extension: ParamExtension) -> Tensor:
         return value.redistribute(placements=[*around, *(placements or [Replicate()])]).to_local()
     if param_extension is None:
         return value
-    # All ranks have the same value: nothing is sent.
+    # No communication: all ranks have the same value.
     return distribute_tensor(value, param_extension.mesh, placements, src_data_rank=None).to_local()
 
 
 def divide_over_mesh(whole: Tensor, extension: FSDPExtensions, rank: int, mesh: DeviceMesh) -> Tensor:
-    """A DTensor over the root of ``mesh`` with this rank's rows of ``whole``; every rank has the whole of a
-    tensor without dimensions."""
+    """Return a DTensor over the root of ``mesh`` with this rank's rows of ``whole``.
+
+    Zero-dimensional tensors are replicated.
+    """
     if whole.dim():
         return extension.chunk_dtensor(whole, rank, mesh)
     root = mesh._get_root_mesh()
@@ -114,17 +116,17 @@ def divide_over_mesh(whole: Tensor, extension: FSDPExtensions, rank: int, mesh: 
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor; other tensors unchanged."""
+    """Return the local tensor of a DTensor; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A DTensor from all ranks of its mesh, over which this is collective; other tensors unchanged."""
+    """Return the full tensor of a DTensor; other tensors unchanged. Collective over a DTensor's mesh."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sharding_groups(param_extension: ParamExtension) -> tuple[dist.ProcessGroup, ...]:
-    """The tensor parallel groups whose ranks hold other parts of a parameter; of a DTensor alone."""
+    """Return the tensor parallel groups that shard a DTensor parameter; () for other parameters."""
     if not isinstance(param_extension, DTensorSpec):
         return ()
     mesh, placements = param_extension.mesh, param_extension.placements

@@ -1,7 +1,7 @@
-"""Walks over module trees that know where one unit ends and the next begins.
+"""Module tree traversal that stops at unit boundaries.
 
-A unit is a FullyShardedDataParallel instance. It is recognised by its attributes, so that the modules below
-the class can ask.
+A unit is a FullyShardedDataParallel instance. ``is_unit`` recognizes it by its attributes, so that this
+module need not import the class.
 """
 
 import contextlib
@@ -27,45 +27,47 @@ CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
 def flat_param_name(number: int) -> str:
-    """Under which a wrapped module registers flat parameter ``number`` of its unit, whose own is 0."""
+    """Return the name under which a wrapped module registers flat parameter ``number``. Number 0 is the
+    unit's own.
+    """
     return f"{FLAT_PARAM}_{number}" if number else FLAT_PARAM
 
 
 def is_flat_param_name(name: str) -> bool:
-    """True for the names by which modules register flat parameters."""
+    """Return True for the names under which modules register flat parameters."""
     rest = name.removeprefix(FLAT_PARAM)
     return name.startswith(FLAT_PARAM) and (not rest or (rest[0] == "_" and rest[1:].isdecimal()))
 
 
 def clean_name(name: str) -> str:
-    """A tensor's or module's name as the user's own model has it, without what wrappers add."""
+    """Return the FQN of a tensor or module in the user's model, without wrapper segments."""
     return name.replace(WRAPPED_PREFIX, "").replace(CHECKPOINT_PREFIX, "")
 
 
 def clean_path(path: str) -> str:
-    """clean_name() of a module's path, which may end in a wrapper's segment."""
+    """Return the FQN of a module whose path may end in a wrapper segment."""
     return clean_name(path + ".").removesuffix(".")
 
 
 def is_unit(module: nn.Module) -> bool:
-    """True for a unit whose construction is complete."""
+    """Return True for a unit whose construction is complete."""
     return isinstance(module, _FSDPState) and "_unit" in module.__dict__
 
 
 def is_composable(module: nn.Module) -> bool:
-    """False for a module under torch's ``replicate``, whose subtree no unit may touch."""
+    """Return False for a module under torch's ``replicate``: no unit may touch its subtree."""
     return "replicate" not in module.__dict__.get(REGISTRY_KEY, ())
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """``module`` without a checkpoint wrapper directly around it."""
+    """Return ``module``, or the inner module of a checkpoint wrapper."""
     inner = module._modules[_CHECKPOINT_WRAPPED_MODULE] if isinstance(module, ActivationWrapper) else module
     assert inner is not None
     return inner
 
 
 def check_module(module: object) -> None:
-    """TypeError for anything that is not a module."""
+    """Raise TypeError unless ``module`` is an nn.Module instance."""
     if isinstance(module, type) and issubclass(module, nn.Module):
         raise TypeError(
             f"expected a module but got the class {module.__name__}: pass an instance, {module.__name__}()"
@@ -75,7 +77,7 @@ def check_module(module: object) -> None:
 
 
 class ParamInfo(NamedTuple):
-    """One parameter: its name in ``module``, and that module's name in the wrapped module."""
+    """A parameter's name in ``module``, and the path of ``module`` from the wrapped module."""
 
     param_name: str
     module: nn.Module
@@ -83,19 +85,19 @@ class ParamInfo(NamedTuple):
 
 
 def joined(path: str, name: str) -> str:
-    """The name, from the root of a tree, of the member ``name`` of the module at ``path``."""
+    """Return the FQN of member ``name`` of the module at ``path``."""
     return f"{path}.{name}" if path else name
 
 
 Homes = Mapping[nn.Parameter, nn.Module]
-"""Parameters whose modules are in different units, each with the module of the unit that holds it."""
+"""Maps each parameter shared between units to the module whose unit owns it."""
 
 
 class AutoWrapping(NamedTuple):
-    """Arguments of the root for the units that its policy makes."""
+    """Arguments that the root passes to the units of its auto wrap policy."""
 
     homes: Homes
-    ignored_params: set[nn.Parameter]  # one object for all units of the tree
+    ignored_params: set[nn.Parameter]  # shared by all units of the tree
 
 
 _auto_wrapping: contextvars.ContextVar[AutoWrapping | None] = contextvars.ContextVar(
@@ -104,13 +106,13 @@ _auto_wrapping: contextvars.ContextVar[AutoWrapping | None] = contextvars.Contex
 
 
 def current_auto_wrapping() -> AutoWrapping | None:
-    """The auto wrapping that builds the unit at hand; None for a unit that the script builds."""
+    """Return the auto wrapping that is building the current unit; None for a manually wrapped unit."""
     return _auto_wrapping.get()
 
 
 @contextlib.contextmanager
 def auto_wrapping(homes: Homes, ignored_params: set[nn.Parameter]) -> Iterator[None]:
-    """Have the units built in the body be those of an auto wrapping."""
+    """Mark units built in the body as part of one auto wrapping."""
     token = _auto_wrapping.set(AutoWrapping(homes, ignored_params))
     try:
         yield
@@ -119,13 +121,14 @@ def auto_wrapping(homes: Homes, ignored_params: set[nn.Parameter]) -> Iterator[N
 
 
 class Subtree:
-    """Modules, parameters and buffers for a unit around ``root``, by one pre-order walk that stops at inner units.
+    """Modules, parameters and buffers of a unit around ``root``: a pre-order walk that stops at inner units.
 
-    Names and paths are from ``root``. Shared modules and tensors count once, at their first place; the further
-    places of parameters are kept as well. Parameters are collected when first used: auto wrapping leaves few to
-    its root. ``inner`` are modules that count as units although they are none yet. A parameter of ``homes``
-    counts in the tree around its home alone, there with its places in inner units; by default the homes are
-    those of the current auto wrapping.
+    Names and paths are relative to ``root``. Shared modules and tensors count once, at their first place;
+    further places of parameters are kept in ``shared_params``. Parameters are collected lazily, because auto
+    wrapping leaves few to its root. Modules in ``inner`` count as units although they are not wrapped yet.
+
+    A parameter in ``homes`` counts only in the tree around its home, including its places in inner units.
+    ``homes`` defaults to the current auto wrapping's.
     """
 
     def __init__(self, root: nn.Module, inner: Container[nn.Module] = (), homes: Homes | None = None) -> None:
@@ -137,7 +140,7 @@ class Subtree:
         self.modules: dict[nn.Module, str] = {}
         self.units: dict[nn.Module, str] = {}
         self.buffers: dict[torch.Tensor, str] = {}
-        # modules with parameters, shared ones several times, and whether they are in inner units
+        # (module, path, True if inside an inner unit) of modules with parameters; shared modules repeat
         self._places: list[tuple[nn.Module, str, bool]] = []
         self._visit(root, "")
 
@@ -171,25 +174,27 @@ class Subtree:
         return first, further
 
     def drop_param_cache(self) -> None:
-        """Release the parameters: units are made of them, one after the other, before they are looked for again."""
+        """Drop the cached parameters: wrapping inner units replaces them."""
         self.__dict__.pop("_found", None)
 
     def owns(self, param: nn.Parameter, is_inside: bool = False) -> bool:
-        """True if a parameter found in the tree, or in an inner unit of it, counts here."""
+        """Return True if a parameter found in the tree, or in an inner unit (``is_inside``), belongs to
+        ``root``.
+        """
         return self.homes.get(param, None if is_inside else self.root) is self.root
 
     @property
     def params(self) -> dict[nn.Parameter, ParamInfo]:
-        """The parameters outside inner units and the first place of each."""
+        """The parameters outside inner units, each with its first place."""
         return self._found[0]
 
     @property
     def shared_params(self) -> list[tuple[nn.Parameter, ParamInfo]]:
-        """The further places of the parameters that have several."""
+        """The further places of parameters with several."""
         return self._found[1]
 
     def param_name(self, param: nn.Parameter) -> str:
-        """The name of ``param`` in the user's own model."""
+        """Return the FQN of ``param`` in the user's model."""
         info = self.params[param]
         return clean_name(joined(info.module_name, info.param_name))
 
@@ -197,9 +202,10 @@ class Subtree:
 def walk(
     module: nn.Module, is_left_out: Callable[[nn.Module], bool] = lambda _: False, *, once: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    """``nn.Module.named_modules``, each path with a dot at its end; shared ones ``once``, or at every path.
+    """Yield (path with a trailing dot, module) pairs in pre-order, as ``nn.Module.named_modules`` does.
 
-    nn.Module's own takes a time for each that grows with the depth of the tree.
+    Shared modules appear at the first path only (``once=True``), or at every path. Unlike ``named_modules``,
+    the time per module does not grow with the depth of the tree.
     """
     visited: set[nn.Module] = set()
     pending = [("", module)]
@@ -218,7 +224,7 @@ def walk(
 def named_buffers(
     module: nn.Module, is_left_out: Callable[[nn.Module], bool] = lambda _: False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``nn.Module.named_buffers``, with all names of shared buffers, without modules that are left out."""
+    """Yield the buffers of ``module`` under all their names, without those of left-out modules."""
     for prefix, current in walk(module, is_left_out, once=False):
         for name, buffer in current._buffers.items():
             if buffer is not None:
@@ -228,7 +234,7 @@ def named_buffers(
 def named_params(
     module: nn.Module, is_left_out: Callable[[nn.Module], bool] = lambda _: False
 ) -> dict[str, nn.Parameter]:
-    """``nn.Module.named_parameters``, several times as fast, and whatever a unit's own method shows."""
+    """Return ``module.named_parameters()`` as a dict, several times as fast, bypassing FSDP's override."""
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for prefix, current in walk(module, is_left_out, once=True):

@@ -1,4 +1,4 @@
-"""Auto wrapping: the walk that turns the modules that a policy chooses into units."""
+"""Auto wrapping: replaces the modules selected by a policy with units."""
 
 import functools
 import warnings
@@ -25,12 +25,12 @@ from fsdp_c.sharding.traversal import Homes, Subtree, auto_wrapping, joined
 
 Policy = _Policy | Callable[..., bool]
 
-# its path in the tree last auto wrapped
+# path of each module in the tree that was auto wrapped last
 _paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def unit_name(module: nn.Module, path: str = "") -> str:
-    """The name of the unit around ``module`` in errors: class and path, if auto wrapping has seen it."""
+    """Return the name of the unit around ``module`` for errors: its class, and its path if known."""
     path = path or _paths.get(module, "")
     return f"{type(module).__name__} at {path!r}" if path else type(module).__name__
 
@@ -43,15 +43,17 @@ def auto_wrap(
     root_kwargs: Kwargs,
     unit_class: type[nn.Module],
 ) -> Homes:
-    """Replace submodules that ``policy`` chooses by units, inner ones first; the root of ``tree`` stays.
+    """Replace submodules selected by ``policy`` with units, innermost first; the root of ``tree`` stays.
 
-    A parameter that modules of several units share is left to the lowest unit around all of them. Returns the
-    homes of such parameters, see Subtree.
+    A parameter shared between units belongs to the lowest unit around all of its modules. Returns the homes
+    of these parameters, see Subtree.
 
-    ``root_kwargs`` are the keyword arguments of the root's own construction, which its descendants get. The
-    classes that the mixed precision leaves out become units in full precision, whatever the policy says.
-    ValueError if a unit is there already, or if a chosen module mixes frozen and trainable parameters
-    (use_orig_params=False).
+    ``root_kwargs`` are the keyword arguments of the root's constructor; inner units get the same. Classes in
+    ``_module_classes_to_ignore`` of the mixed precision become full-precision units, regardless of the
+    policy.
+
+    Raises ValueError if the tree contains a unit already, or if a selected module mixes frozen and trainable
+    parameters with use_orig_params=False.
     """
     for path in tree.units.values():
         raise ValueError(
@@ -59,7 +61,7 @@ def auto_wrap(
             f"{type(tree.root).__name__}: leave out auto_wrap_policy, or wrap that module by policy"
         )
     _paths.update(tree.modules)
-    classes: tuple[type[nn.Module], ...] = ()  # modules of these compute in full precision
+    classes: tuple[type[nn.Module], ...] = ()  # module classes kept in full precision
     if root_kwargs["mixed_precision"] is not None:
         classes = tuple(root_kwargs["mixed_precision"]._module_classes_to_ignore)
     inside = modules_by_compiled(tree.modules)
@@ -111,9 +113,9 @@ def auto_wrap(
 
 
 def homes_of_shared_params(tree: Subtree, chosen: Container[nn.Module]) -> Homes:
-    """The root of the lowest unit around all modules of each parameter whose modules are in several units.
+    """Map each parameter shared between units to its home: the lowest unit around all of its modules.
 
-    ``chosen`` are the modules that become units beside the root.
+    ``chosen`` are the modules that become units, without the root.
     """
     roots = {path: module for module, path in tree.modules.items() if module in chosen}
     roots[""] = tree.root
@@ -130,13 +132,13 @@ def homes_of_shared_params(tree: Subtree, chosen: Container[nn.Module]) -> Homes
 
 
 def _roots_around(path: str, roots: Container[str]) -> list[str]:
-    """The ``roots`` on the way along ``path``, outer before inner."""
+    """Return the ``roots`` along ``path``, outermost first."""
     ends = [index for index, character in enumerate(path) if character == "."]
     return [part for part in dict.fromkeys(["", *(path[:end] for end in ends), path]) if part in roots]
 
 
 def check_policy(policy: object) -> None:
-    """TypeError for an object that is no auto wrap policy."""
+    """Raise TypeError unless ``policy`` is a policy object or a callable."""
     if isinstance(policy, type) or not (callable(policy) or isinstance(policy, _Policy)):
         got = policy.__name__ if isinstance(policy, type) else f"{type(policy).__name__} {policy!r}"
         raise TypeError(
@@ -146,9 +148,9 @@ def check_policy(policy: object) -> None:
 
 
 def _or_inside(policy: Callable[..., bool], inside: Mapping[nn.Module, nn.Module]) -> Callable[..., bool]:
-    """``policy``, by which a compiled module is chosen where the module inside of it is.
+    """Return a policy that selects a compiled module if ``policy`` selects its inner module.
 
-    A unit around the module inside would never run: the compiled one calls that module itself.
+    A unit around the inner module would never run: the compiled module calls the original directly.
     """
     never = set(inside.values())
 
@@ -164,7 +166,7 @@ def _or_inside(policy: Callable[..., bool], inside: Mapping[nn.Module, nn.Module
 
 
 def _keep_in_full_precision(modules: Iterable[nn.Module], classes: tuple[type[nn.Module], ...]) -> None:
-    """Have the instances of ``classes`` compute in fp32 and answer in the dtype they were given. Warns."""
+    """Register hooks that run instances of ``classes`` in fp32. Warns if there are any."""
     found = [module for module in modules if isinstance(module, classes)]
     for module in found:
         vars(module)["_wrap_overrides"] = {"mixed_precision": None}  # read by torch's _recursive_wrap
@@ -182,7 +184,7 @@ def _keep_in_full_precision(modules: Iterable[nn.Module], classes: tuple[type[nn
 
 
 class _FullPrecisionRegion:
-    """Casts a module's floating inputs to fp32, and floating outputs back to the last one's dtype."""
+    """Hooks that cast floating-point inputs to fp32, and outputs to the dtype of the last input cast."""
 
     def __init__(self) -> None:
         self.input_dtype: torch.dtype | None = None
@@ -210,7 +212,7 @@ class _FullPrecisionRegion:
 def _warn_of_frozen_params(
     tree: Subtree, targets: Iterable[nn.Module], ignored_params: set[nn.Parameter]
 ) -> None:
-    """Warn of a target whose own parameters are partly frozen, and lie in one flat parameter."""
+    """Warn about selected modules whose flat parameter would mix frozen and trainable parameters."""
     registered = (
         param for module in tree.modules for param in module._parameters.values() if param is not None
     )
