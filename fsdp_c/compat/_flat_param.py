@@ -1,4 +1,4 @@
-"""The names of torch.distributed.fsdp._flat_param that libraries use."""
+"""Names of torch.distributed.fsdp._flat_param that libraries use."""
 
 from fsdp_c.compat.handle_names import FlatParamShardMetadata
 from fsdp_c.compat.upstream import (

@@ -1,4 +1,4 @@
-"""The names of torch.distributed.fsdp._init_utils that libraries use: strategies, and the groups of nodes."""
+"""Names of torch.distributed.fsdp._init_utils that libraries use."""
 
 import torch.distributed as dist
 
@@ -15,6 +15,5 @@ __all__ = [
 def _init_intra_and_inter_node_groups(
     global_process_group: dist.ProcessGroup, num_devices_per_node: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The group of this rank's node and that of the ranks of its place in the nodes. Collective over all
-    ranks."""
-    return tuple(groups_of_nodes(global_process_group, num_devices_per_node))  # type: ignore[return-value]  # two groups, under a hybrid strategy
+    """Return the group of this rank's node, and the group of its replicas. Collective over all ranks."""
+    return tuple(groups_of_nodes(global_process_group, num_devices_per_node))  # type: ignore[return-value]  # ProcessGroups with both groups

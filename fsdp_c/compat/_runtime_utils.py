@@ -1,8 +1,9 @@
-"""Functions of the runtime under upstream's private names, in whose place outside code puts its own.
+"""FSDP1's private runtime functions, as targets for monkey-patching.
 
-The runtime in C does not call them. Where somebody assigns another function to one of these names, here or,
-after ``install()``, in ``torch.distributed.fsdp._runtime_utils``, it calls that one, at the places and with
-the arguments of upstream, and what it wraps is what stands here.
+The runtime in C does not call the functions defined here. If one of these names is assigned another function,
+here or (after ``install()``) in ``torch.distributed.fsdp._runtime_utils``, the runtime calls the replacement
+where FSDP1 would, with FSDP1's arguments. A replacement may call the original, i.e. the function defined
+here.
 """
 
 import sys
@@ -28,48 +29,48 @@ def _lazy_init(state: ShardedModule, root_module: nn.Module) -> ShardedModule:
 
 
 def _root_pre_forward(state: ShardedModule, module: nn.Module, args: T, kwargs: U) -> tuple[T, U]:
-    """Make ``state`` a root unless its tree has one. The forward itself does the rest of the preparation."""
+    """Make ``state`` a root unless its tree has one. Further preparation is done by the forward in C."""
     state._lazy_init()
     return args, kwargs
 
 
 def _post_backward_final_callback(state: ShardedModule, module: nn.Module) -> None:
-    """End a backward; also legal after one that raised."""
+    """Finalize a backward, including one that raised."""
     if state._unit.runtime is not None:
         state._unit.runtime.recover()
         state._unit.runtime.final_callback()
 
 
 def _reshard(state: ShardedModule, handle: FlatParamHandle, free_unsharded_flat_param: bool) -> None:
-    """Show the shard again, and free the unsharded storage if wanted."""
+    """Reshard; free the unsharded storage if ``free_unsharded_flat_param``."""
     handle.reshard(free_unsharded_flat_param)
 
 
 def _post_backward_reshard(state: ShardedModule, handle: FlatParamHandle, *unused: object) -> None:
-    """Reshard, and prefetch the next unit: in a backward, when the unit's gradients have been packed."""
+    """Reshard and prefetch the next unit. Called in backward after the gradients were packed."""
     state._unit.post_backward_reshard()
 
 
 def _register_pre_backward_hooks(
     state: ShardedModule, module: nn.Module, outputs: T, handle: FlatParamHandle
 ) -> T:
-    """After a forward: gather the parameters again once a gradient comes to ``outputs``, returned here."""
+    """Register hooks that unshard on the gradient of ``outputs``. Called after a forward."""
     state._unit.register_pre_backward_hooks(outputs)
     return outputs
 
 
 def _register_post_backward_hook(state: ShardedModule, handle: FlatParamHandle) -> None:
-    """Have the unit's gradients reduced once all are computed: in a forward, once unsharded."""
+    """Register the hook that reduces the unit's gradients. Called in a forward, after unshard."""
     state._unit.register_post_backward_hook()
 
 
 def _get_training_state(handle: FlatParamHandle) -> HandleTrainingState:
-    """The state of the handle, by which the next handle to prefetch is chosen."""
+    """Return the handle's state, which selects the next handle to prefetch."""
     return handle._training_state
 
 
 def _get_handle_to_prefetch(state: ShardedModule, current_handle: FlatParamHandle) -> FlatParamHandle | None:
-    """The handle to prefetch while ``current_handle`` computes, or None."""
+    """Return the handle to prefetch while ``current_handle`` computes, or None."""
     training_state = _current["_get_training_state"](current_handle)
     found = state._unit.handle_to_prefetch(list(HandleTrainingState).index(training_state))
     return cast("FlatParamHandle | None", found)
@@ -90,9 +91,9 @@ _current: dict[str, Callable[..., Any]] = dict(ORIGINALS)
 
 
 def put(name: str, function: Callable[..., Any]) -> None:
-    """Have the runtime call ``function`` for what stands here under this name; the original undoes it."""
+    """Make the runtime call ``function`` in place of ``name``; passing the original reverts it."""
     _current[name] = function
-    if name == "_get_training_state":  # the runtime calls it only through _get_handle_to_prefetch
+    if name == "_get_training_state":  # called by the runtime only through _get_handle_to_prefetch
         name = "_get_handle_to_prefetch"
     called = {name, "_get_training_state"} if name == "_get_handle_to_prefetch" else {name}
     is_replaced = any(_current[each] is not ORIGINALS[each] for each in called)

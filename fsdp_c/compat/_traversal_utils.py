@@ -1,4 +1,4 @@
-"""The names of torch.distributed.fsdp._traversal_utils: the units and handles of a module tree."""
+"""Names of torch.distributed.fsdp._traversal_utils: units and handles of a module tree."""
 
 from torch import nn
 
@@ -10,7 +10,7 @@ __all__ = ["_composable", "_get_fsdp_handles", "_get_fsdp_states", "_get_fsdp_st
 
 
 def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[ShardedModule], list[nn.Module]]:
-    """The units in ``module``, outer before inner, and the modules that hold their states: the same."""
+    """Return the units in ``module`` in pre-order, twice: units are their own modules."""
     fsdp_modules = units_of(module)
     return list(fsdp_modules), list(fsdp_modules)
 
@@ -20,5 +20,5 @@ def _get_fsdp_states(module: nn.Module) -> list[ShardedModule]:
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
-    """The handles of the units in ``module`` that have parameters."""
+    """Return the handles of the units with parameters in ``module``."""
     return [fsdp_module._handle for fsdp_module in units_of(module) if fsdp_module._handle is not None]

@@ -1,6 +1,6 @@
-"""How errors are worded: they begin with the phrase by which the same error of torch's FSDP1 is known.
+"""Error wording: a message begins with the phrase of the same error in torch's FSDP1.
 
-Users search for it, and programs match it. What follows is ours: rank, unit, names, remedy.
+Users search for that phrase, and programs match it. Rank, unit, names and remedy follow.
 """
 
 import sys
@@ -10,7 +10,7 @@ from typing import TypeVar
 Error = TypeVar("Error", bound=BaseException)
 
 
-# in errors, after an advice to ignore a parameter
+# suffix of errors that recommend ignoring a parameter
 IGNORED_AND_TRAINED = (
     "If it is trained, give all ranks equal values at the start and average its gradients by hand"
 )
@@ -18,13 +18,13 @@ _NAMES_SHOWN = 10
 
 
 def first_names(names: Collection[object]) -> str:
-    """``names`` as a list, of which a message shows ten, and the number of the rest."""
+    """Format the first ten ``names`` as a list, and the number of the rest."""
     more = len(names) - _NAMES_SHOWN
     return f"{list(names)[:_NAMES_SHOWN]}" + (f" and {more} more" if more > 0 else "")
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0 to 2``, ``ranks 0, 2, 5 to 7``."""
+    """Format ranks: ``rank 3``, ``ranks 0 to 2``, ``ranks 0, 2, 5 to 7``."""
     runs: list[tuple[int, int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -36,9 +36,9 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def with_note(error: Error, note: str) -> Error:
-    """``error`` with ``note`` under its message, for a message that programs match to its end.
+    """Add ``note`` to ``error`` and return it. For errors whose exact message programs match.
 
-    Before Python 3.11, which cannot note anything on an exception, the note is a second line of the message.
+    Before Python 3.11, without exception notes, the note is a second line of the message.
     """
     if sys.version_info >= (3, 11):
         error.add_note(note)

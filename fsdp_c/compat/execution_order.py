@@ -1,4 +1,4 @@
-"""The attributes of ``_exec_order_data`` that clients read and write: the order of units itself is kept in C."""
+"""Attributes of ``_exec_order_data`` that clients use. C holds the execution order itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_c.sharding.sharded_module import ShardedModule, units_of
 
 
 def _limit(name: str) -> Any:
-    """A property of ``ExecutionOrder``: the runtime's attribute ``name``, or its value for the runtime to come."""
+    """Return a property: the runtime's attribute ``name``, or its initial value before there is a runtime."""
 
     def get(order: ExecutionOrder) -> int:
         limit: int = order._limits[name] if (runtime := order._runtime()) is None else getattr(runtime, name)
@@ -29,9 +29,10 @@ def _limit(name: str) -> Any:
 
 
 class ExecutionOrder:
-    """``_exec_order_data`` of a unit; from lazy initialisation on that of its root.
+    """``_exec_order_data`` of a unit; the root's object after lazy initialization.
 
-    The limits, how many units are prefetched, can be written at any time. ValueError for a negative one.
+    The limits (numbers of units to prefetch) are writable at any time. Raises ValueError for a negative
+    limit.
     """
 
     _backward_prefetch_limit = _limit("_backward_prefetch_limit")
@@ -42,7 +43,7 @@ class ExecutionOrder:
         self._root: weakref.ref[ShardedModule] | None = None
 
     def bind(self, root: ShardedModule, runtime: _C.Runtime) -> None:
-        """Bind to the units of ``root``; its ``runtime`` gets the limits."""
+        """Attach to the tree of ``root`` and set the limits of its ``runtime``."""
         self._root = weakref.ref(root)
         for name, limit in self._limits.items():
             setattr(runtime, name, limit)
@@ -56,7 +57,7 @@ class ExecutionOrder:
 
     @property
     def _iter(self) -> int:
-        """Number of backwards that have ended since lazy initialisation."""
+        """Number of completed backwards since lazy initialization."""
         runtime = self._runtime()
         return 0 if runtime is None else runtime.iteration
 
@@ -66,13 +67,13 @@ class ExecutionOrder:
 
     @property
     def all_handles(self) -> list[FlatParamHandle]:
-        """The handles of the tree, outer units before inner; empty before lazy initialisation."""
+        """The handles of the tree in pre-order; empty before lazy initialization."""
         root = self._bound()
         units = [] if root is None else units_of(root)
         return [unit._handle for unit in units if unit._handle is not None]
 
     @property
     def param_to_fqn(self) -> dict[nn.Parameter, list[str]]:
-        """The names of each parameter of the tree; empty before lazy initialisation."""
+        """The FQNs of each parameter of the tree; empty before lazy initialization."""
         root = self._bound()
         return {} if root is None else _get_param_to_fqns(root)

@@ -1,4 +1,4 @@
-"""FSDP1's names of a handle, for code that was written for torch's: attributes and methods over those of C."""
+"""FSDP1's attributes and methods of a handle, for code written for torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdp_c.sharding.configuration import UnitConfig
 
 
 class FlatParamShardMetadata(NamedTuple):
-    """This rank's shard: for each parameter in it, inclusive (start, end) offsets in the parameter."""
+    """Metadata of this rank's shard. ``param_offsets``: inclusive (start, end) offsets in each parameter."""
 
     param_names: tuple[str, ...]
     param_shapes: tuple[torch.Size, ...]
@@ -31,7 +31,7 @@ class FlatParamShardMetadata(NamedTuple):
 
 
 class HandleNames(_C.Handle):
-    """Base of FlatParamHandle with the names that fsdp_c itself has little or no use for."""
+    """Base of FlatParamHandle with names that fsdp_c itself hardly uses."""
 
     flat_param: Any
     device: torch.device
@@ -111,7 +111,7 @@ class HandleNames(_C.Handle):
 
     @property
     def _skipped_use_sharded_views(self) -> bool:
-        """True between forward and backward where the strategy leaves unsharded views on the modules."""
+        """True between forward and backward if the strategy keeps unsharded views registered."""
         is_sharded = self.uses_sharded_strategy and self._config.use_orig_params
         if not is_sharded or self.training_state != _C.USE_IDLE:
             return False
@@ -121,8 +121,9 @@ class HandleNames(_C.Handle):
 
     @property
     def _force_full_precision(self) -> bool:
-        """True while mixed precision is set aside: inside summon_full_params, and in eval mode where that is
-        asked for by FSDP_USE_FULL_PREC_IN_EVAL."""
+        """True if mixed precision is disabled: inside summon_full_params, or in eval mode under
+        FSDP_USE_FULL_PREC_IN_EVAL.
+        """
         if not self._uses_param_mixed_precision and not self._uses_reduce_mixed_precision:
             return False
         in_eval = self._config.full_precision_in_eval and not self._fully_sharded_module.training
@@ -130,7 +131,7 @@ class HandleNames(_C.Handle):
 
     @property
     def _has_optim_in_backward(self) -> bool:
-        """True if the user has attached an optimizer to an original parameter by _apply_optimizer_in_backward."""
+        """True if _apply_optimizer_in_backward attached an optimizer to an original parameter."""
         return any(hasattr(param, "_in_backward_optimizers") for param in self.flat_param._params or ())
 
     @_has_optim_in_backward.setter
@@ -138,7 +139,7 @@ class HandleNames(_C.Handle):
         refuse_torchs_functions(self.name)
 
     def _reset_flat_param_grad_info_if_needed(self) -> None:
-        """Do nothing: every step follows gradients. Torch's ``optim_state_dict`` calls it."""
+        """No-op, called by torch's ``optim_state_dict``. Each step updates the gradient info."""
 
     def _get_padded_unsharded_flat_param(self) -> Tensor | None:
         return self.padded_unsharded_flat_param
@@ -146,9 +147,10 @@ class HandleNames(_C.Handle):
     # ---- flattening
 
     def flatten_tensors(self, tensors: Sequence[Tensor], aligned_numel: int) -> Tensor:
-        """One 1-D tensor of ``tensors``, of one dtype, in memory order and padded as parameters are.
+        """Return ``tensors`` (one dtype) flattened into a padded 1-D tensor, in memory order.
 
-        ``aligned_numel`` is the alignment in elements, 0 for none. ValueError for tensors that do not fit.
+        ``aligned_numel`` is the alignment in elements, 0 for none. Raises ValueError for tensors that cannot
+        be flattened together.
         """
         if not tensors:
             raise ValueError("Expects non-empty `tensors`")
@@ -163,14 +165,14 @@ class HandleNames(_C.Handle):
     def flatten_tensors_into_flat_param(
         self, tensors: Sequence[Tensor], aligned_numel: int, requires_grad: bool
     ) -> nn.Parameter:
-        """``flatten_tensors`` as a new flat parameter, without metadata."""
+        """Return ``flatten_tensors`` as a new flat parameter without metadata."""
         flat_param = nn.Parameter(self.flatten_tensors(tensors, aligned_numel), requires_grad)
-        flat_param._is_flat_param = True  # type: ignore[attr-defined]  # which makes it a FlatParameter
+        flat_param._is_flat_param = True  # type: ignore[attr-defined]  # checked by isinstance(x, FlatParameter)
         return flat_param
 
     @staticmethod
     def _get_unpadded_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
-        """The shard of ``rank``, a 1-D view of ``tensor``, and the number of elements of padding behind it."""
+        """Return rank's shard as a 1-D view of ``tensor``, and the number of padding elements."""
         flat = flattening.memory_order(flattening.without_gaps(tensor))
         step = -(-flat.numel() // world_size)
         start = min(rank * step, flat.numel())
@@ -179,13 +181,13 @@ class HandleNames(_C.Handle):
 
     @staticmethod
     def _get_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
-        """A copy of the shard of ``rank``, padded with zeros, and the number of zeros."""
+        """Return a copy of rank's shard, padded with zeros, and the number of zeros."""
         part, padding = HandleNames._get_unpadded_shard(tensor, rank, world_size)
         return torch.cat([part, part.new_zeros(padding)]), padding
 
     @staticmethod
     def _get_sharded_size(tensor: Tensor, rank: int, world_size: int) -> torch.Size:
-        """The padded size of a shard of ``tensor``. AssertionError unless that is 1-D."""
+        """Return the padded size of a shard of ``tensor``. Raises AssertionError unless ``tensor`` is 1-D."""
         if tensor.dim() != 1:
             raise AssertionError(f"expected a 1-D tensor, got one of shape {tuple(tensor.shape)}")
         return torch.Size((-(-tensor.numel() // world_size),))
@@ -201,7 +203,7 @@ class HandleNames(_C.Handle):
         return set(self.flat_param._modules)
 
     def _get_flat_param_offsets(self) -> list[tuple[int, int]]:
-        """(first, last) element of each piece of the unsharded flat parameter, padding included."""
+        """Return inclusive (start, end) offsets of the unsharded flat parameter's segments, with padding."""
         numels = self.layout.numels_with_padding
         ends = itertools.accumulate(numels)
         return [(end - numel, end - 1) for end, numel in zip(ends, numels, strict=True)]
@@ -209,7 +211,7 @@ class HandleNames(_C.Handle):
     def _get_shard_metadata(
         self, unsharded_start_idx: int, unsharded_end_idx: int
     ) -> tuple[_ShardParamInfo, ...]:
-        """The part of each parameter in these elements, both included, of the unsharded flat parameter."""
+        """Return the part of each parameter in this inclusive range of the unsharded flat parameter."""
         places = zip(self.layout.param_offsets, self.layout.param_numels, strict=True)
         return tuple(
             flattening.part_in_range(start, start + numel - 1, unsharded_start_idx, unsharded_end_idx)
@@ -217,7 +219,7 @@ class HandleNames(_C.Handle):
         )
 
     def _get_unflat_views_aligned(self, tensor: Tensor | None = None) -> list[Tensor]:
-        """The parameters as views of ``tensor``, an unsharded flat one; by default of the flat parameter."""
+        """Return the parameters as views of ``tensor``, an unsharded flat parameter (default: the own one)."""
         whole = self.flat_param if tensor is None else tensor
         layout, flat_param = self.layout, self.flat_param
         places = zip(
@@ -238,7 +240,7 @@ class HandleNames(_C.Handle):
         return aligned if self._config.use_orig_params else unaligned
 
     def shard_metadata(self) -> FlatParamShardMetadata:
-        """The parameters of which this rank's shard has elements."""
+        """Return the metadata of the parameters with elements in this rank's shard."""
         flat, infos = self.flat_param, self.flat_param._shard_param_infos
         bounds = [(info.intra_param_start_idx, info.intra_param_end_idx) for info in infos]
         columns = (flat._fqns, flat._shapes, flat._strides, flat._contiguities, flat._numels, bounds)
@@ -248,15 +250,15 @@ class HandleNames(_C.Handle):
         return FlatParamShardMetadata(*held)
 
     def param_module_names(self) -> Iterator[tuple[str, str]]:
-        """(parameter name, module name) of every occurrence, shared ones last."""
+        """Return (parameter name, module name) of all occurrences, shared ones last."""
         infos = [*self.flat_param._param_infos, *self.flat_param._shared_param_infos]
         return ((info.param_name, info.module_name) for info in infos)
 
     def shared_param_module_names(self) -> Iterator[tuple[str, str]]:
-        """(parameter name, module name) of the further occurrences of shared parameters."""
+        """Return (parameter name, module name) of the further occurrences of shared parameters."""
         return ((info.param_name, info.module_name) for info in self.flat_param._shared_param_infos)
 
-    if not TYPE_CHECKING:  # with it mypy would accept any attribute
+    if not TYPE_CHECKING:  # hidden from mypy, which would accept any attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             left_out.explain("FlatParamHandle", name)

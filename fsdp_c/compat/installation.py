@@ -1,12 +1,12 @@
-"""Taking the place of torch's FSDP1 in a process: ``install()`` and ``uninstall()``.
+"""Replacement of torch's FSDP1 in a process: ``install()`` and ``uninstall()``.
 
 [Note: Names that stand for FSDP1]
-Libraries bind FSDP1's class when they are imported (``from torch.distributed.fsdp import
-FullyShardedDataParallel``) and compare types with what they bound. So every module that holds one of torch's
-objects gets ours under the same name: torch's own modules, from which later imports take it, the libraries,
-and the script. Enums, configurations and wrap policies are torch's own on both sides and stay. Where no
-module holds it (in a local variable, a default argument, a dictionary), torch's class itself hands on:
-calling it makes our units, and its static methods are ours. A torch without FSDP1 gets its names.
+Libraries bind FSDP1's class at import time (``from torch.distributed.fsdp import FullyShardedDataParallel``)
+and compare types with the bound class. ``install()`` therefore replaces torch's objects in every module that
+holds one: torch's own modules (for later imports), libraries, and the script. Enums, configurations and wrap
+policies are torch's own classes in fsdp_c too, and stay. References outside of modules (a local variable, a
+default argument, a dictionary) still hold torch's class. Calling it constructs our units, and its static
+methods are ours. A torch without FSDP1 gets FSDP1's names.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from fsdp_c.sharding.traversal import is_unit
 from fsdp_c.training import rank_local, replacements
 from fsdp_c.training.forward_methods import register_forward_method
 
-# ----------------------------------------------------------------- what replaces torch's names
+# ----------------------------------------------------------------- replacements
 
 
 def _register_fsdp_forward_method(
     original: Callable[[nn.Module, str], None], module: nn.Module, method_name: str
 ) -> None:
-    """torch's leaves FSDP1's modules alone; ours gather for it. See ``fsdp_c.register_forward_method``."""
+    """Use ``fsdp_c.register_forward_method`` for our units: torch's function ignores FSDP1 modules."""
     if is_unit(module):
         register_forward_method(module, method_name)
     else:
@@ -48,7 +48,7 @@ def _register_fsdp_forward_method(
 
 
 def _warning(fully_shard: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP2's ``fully_shard``, which says that it is torch's."""
+    """Return FSDP2's ``fully_shard`` with a warning that fsdp_c does not replace it."""
 
     @functools.wraps(fully_shard)
     def warned(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ _OURS: dict[tuple[str, str], object] = {
 
 @functools.cache
 def _replacements() -> dict[int, tuple[object, object]]:
-    """Torch's object, kept so that its id stays its own, and ours, by that id."""
+    """Return {id of torch's object: (torch's object, ours)}. The reference keeps the id valid."""
     pairs = [
         (getattr(importlib.import_module(f"{_FSDP}.{name}"), attr), ours)
         for (name, attr), ours in _OURS.items()
@@ -98,33 +98,33 @@ def _replacements() -> dict[int, tuple[object, object]]:
 
 
 class _Installed:
-    """Changes of ``install()``: the names that it wrote, and the modules that it has seen."""
+    """Record of the changes of ``install()``."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
         self.written: list[tuple[ModuleType, str, object]] = []
-        # attributes of torch's class that were replaced, by name
+        # name -> original attribute of torch's class
         self.handed_on: dict[str, object] = {}
-        self.added: list[str] = []  # names that torch.distributed.fsdp did not have
+        self.added: list[str] = []  # names added to torch.distributed.fsdp
 
 
 _installed: _Installed | None = None
 
 
 def is_installed() -> bool:
-    """True from ``install()`` to ``uninstall()``."""
+    """Return True between ``install()`` and ``uninstall()``."""
     return _installed is not None
 
 
 def install() -> None:
-    """Put fsdp_c in the place of torch's FSDP1, in every module imported so far and for every later import.
+    """Replace torch's FSDP1 with fsdp_c, in all imported modules and for all later imports.
 
-    ``torch.distributed.fsdp.FullyShardedDataParallel`` is ours from now on, wherever its name was imported
-    to, and ``isinstance`` and ``type(model) is`` hold in libraries as in scripts. Call it at any time before
-    the first model is wrapped; twice is the same as once. ``uninstall()`` undoes it. See [Note: Names that
-    stand for FSDP1].
+    ``torch.distributed.fsdp.FullyShardedDataParallel`` becomes our class under all its imported names, so
+    that ``isinstance`` and ``type(model) is`` hold in libraries and scripts. Call it before the first model
+    is wrapped. Further calls have no effect. ``uninstall()`` reverts it. See [Note: Names that stand for
+    FSDP1].
 
-    Raises RuntimeError, and changes nothing, while units of torch's FSDP1 are alive.
+    Raises RuntimeError, without any change, while units of torch's FSDP1 are alive.
     """
     global _installed
     if _installed is not None:
@@ -139,7 +139,7 @@ def install() -> None:
             setattr(module, name, pairs[id(value)][1])
     if HAS_FSDP1:
         installed.handed_on = _hand_on(_torchs_class())
-        # a replaced function of _runtime_utils is called from now on: tests of torch and composer replace some
+        # watch torch's _runtime_utils: tests of torch and composer patch its functions
         _torchs_runtime_utils().__class__ = _runtime_utils.Watched
     else:
         installed.added = put_public_names(importlib.import_module(_FSDP))
@@ -150,10 +150,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo ``install()``: every name stands for torch's object again, in modules imported since as well.
+    """Revert ``install()``: all names refer to torch's objects again, also in modules imported since.
 
-    A module imported since that itself names fsdp_c in its source keeps what it imported. Units that were
-    built stay what they are. Does nothing where nothing is installed.
+    A module imported since whose source mentions fsdp_c keeps its imports. Existing units keep their class.
+    No-op if fsdp_c is not installed.
     """
     global _installed
     if _installed is None:
@@ -164,7 +164,7 @@ def uninstall() -> None:
         setattr(_torchs_class(), name, value)
     if HAS_FSDP1:
         _torchs_runtime_utils().__class__ = ModuleType
-    # a replacement that is left in torch's module then affects torch alone
+    # functions patched in torch's module must no longer affect our runtime
     for name in _runtime_utils.ORIGINALS:
         _runtime_utils.put(name, getattr(_runtime_utils, name))
     replacements.take_away()
@@ -184,7 +184,7 @@ def _torchs_class() -> Any:
 
 
 def _hand_on(theirs: type) -> dict[str, object]:
-    """Have torch's class make our units and call our static methods; returns the attributes that were replaced."""
+    """Make torch's class construct our units and expose our static methods. Returns the replaced attributes."""
     had = dict(vars(theirs))
     ours = {
         name: value
@@ -237,7 +237,7 @@ def _refuse_live_units() -> None:
     foreign = _torchs_class()
     if not _alive(foreign):
         return
-    gc.collect()  # frees models that only reference cycles keep alive
+    gc.collect()  # free models kept alive only by reference cycles
     count = _alive(foreign)
     if count:
         raise RuntimeError(

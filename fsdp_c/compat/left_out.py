@@ -1,6 +1,7 @@
-"""Attributes of torch's units and handles that fsdp_c's do not have, and what to use instead.
+"""Attributes of FSDP1's units and handles that fsdp_c does not support, and their replacements.
 
-All of it is state or steps of a runtime that is in C here. Asking for it is an AttributeError that says so.
+All of them are state or steps of the runtime, which is in C here. Access raises AttributeError with the
+replacement.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ REASONS = {
 
 
 def explain(owner: str, name: str) -> None:
-    """AttributeError with what to use instead, if ``name`` is one of these, in place of the one handled."""
+    """Raise AttributeError with the replacement if ``name`` is unsupported on ``owner``, else return.
+
+    Call it while handling the original AttributeError, which becomes the cause.
+    """
     reason = REASONS[owner].get(name)
     if reason is None:
         return

@@ -1,11 +1,11 @@
-"""Units of ours in the hands of torch's own FSDP1 functions, in a process where fsdp_c is not installed.
+"""Errors for our units passed to torch's own FSDP1 functions, in a process without ``install()``.
 
-They find our units through the base class that both share. What reads names and sizes, or sets what units
-show as attributes, works as it is: ``state_dict_type`` and its kin, ``fsdp_modules``. ``no_sync`` finds no unit of its
-class, so that each backward reduces: more is sent, and gradients are right. What would run a
-unit (``summon_full_params``, ``clip_grad_norm_``, ``apply``, a unit of torch's around ours) meets one error at the
-first attribute that it sets there, and so does torch.distributed.checkpoint, which gives parameters wrong names where
-it does not know a class.
+Torch's functions recognize our units by the shared base class. Functions that read names and sizes, or set
+unit attributes, work: ``state_dict_type`` and similar, ``fsdp_modules``. ``no_sync`` finds no unit of its
+class, so each backward reduces: gradients are right, at more communication. Functions that would run a unit
+(``summon_full_params``, ``clip_grad_norm_``, ``apply``, a unit of torch's around ours) raise one error at the
+first attribute that they set. torch.distributed.checkpoint raises it too: for an unknown class it would save
+parameters under wrong FQNs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 
 class NotInstalledError(RuntimeError, AttributeError):
-    """An attribute error as well: whoever asks ``hasattr`` is told no."""
+    """Also an AttributeError, so that ``hasattr`` returns False."""
 
 
 _MESSAGE = (
@@ -26,12 +26,15 @@ _MESSAGE = (
 
 
 def refuse_torchs_functions(name: str) -> NoReturn:
-    """Raise: a function of torch's FSDP1 was called on the unit ``name``."""
+    """Raise NotInstalledError: a function of torch's FSDP1 was called on the unit ``name``."""
     raise NotInstalledError(_MESSAGE.format(name))
 
 
 def refuse_torchs_checkpoint(name: str, our_class: type) -> None:
-    """Raise if torch.distributed.checkpoint, which has asked for an attribute, knows another FSDP than ours."""
+    """Raise RuntimeError if torch.distributed.checkpoint uses another FSDP class than ``our_class``.
+
+    Called for an attribute that only torch.distributed.checkpoint reads.
+    """
     state_dict: Any = sys.modules.get("torch.distributed.checkpoint.state_dict")
     if state_dict is not None and state_dict.FSDP is not our_class:
-        raise RuntimeError(_MESSAGE.format(name))  # hasattr() passes it on
+        raise RuntimeError(_MESSAGE.format(name))  # not an AttributeError: hasattr() must propagate it

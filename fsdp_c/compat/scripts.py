@@ -1,4 +1,4 @@
-"""Scripts run unmodified, with fsdp_c for torch's FSDP1: what ``python -m fsdp_c script.py`` does."""
+"""Execution of unmodified scripts with fsdp_c installed: ``python -m fsdp_c script.py``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from fsdp_c.sharding import grouping
 
 
 def run_script(path: str, args: list[str], split_frozen: bool = False) -> None:
-    """Install, then run the script at ``path`` as ``python path *args`` would, also in processes it spawns.
+    """Install fsdp_c, then run the script at ``path`` as ``python path *args``. Spawned processes install it
+    too.
 
-    With ``split_frozen`` all of it as under ``fsdp_c.wrap.split_frozen``. Raises FileNotFoundError without one.
+    ``split_frozen`` applies ``fsdp_c.wrap.split_frozen`` to all units. Raises FileNotFoundError for a missing
+    script.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"no script {path!r} to run")
@@ -26,9 +28,10 @@ def run_script(path: str, args: list[str], split_frozen: bool = False) -> None:
 
 
 def run_module(name: str, args: list[str], split_frozen: bool = False) -> None:
-    """Install, then run the module ``name`` as ``python -m name *args`` would, also in processes it spawns.
+    """Install fsdp_c, then run module ``name`` as ``python -m name *args``. Spawned processes install it too.
 
-    With ``split_frozen`` all of it as under ``fsdp_c.wrap.split_frozen``. Raises ModuleNotFoundError without one.
+    ``split_frozen`` applies ``fsdp_c.wrap.split_frozen`` to all units. Raises ModuleNotFoundError for a
+    missing module.
     """
     if not module_exists(name):
         raise ModuleNotFoundError(f"no module {name!r} to run", name=name)
@@ -37,7 +40,7 @@ def run_module(name: str, args: list[str], split_frozen: bool = False) -> None:
 
 
 def module_exists(name: str) -> bool:
-    """True if there is a module ``name``. Its parents are imported to find out, and may raise."""
+    """Return True if module ``name`` exists. Imports its parent packages, which may raise."""
     importlib.invalidate_caches()
     try:
         return importlib.util.find_spec(name) is not None
@@ -45,7 +48,7 @@ def module_exists(name: str) -> bool:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         return False
-    except ValueError:  # an empty name, or one with an empty part
+    except ValueError:  # empty name, or an empty part
         return False
 
 
@@ -58,13 +61,16 @@ def _start(name: str, args: list[str], split_frozen: bool, folder: str) -> None:
     _install(split_frozen)
     _install_in_spawned_processes()
     sys.argv = [name, *args]
-    if not getattr(sys.flags, "safe_path", False):  # in safe-path mode, ``-m`` has put no folder there
+    if not getattr(sys.flags, "safe_path", False):  # safe-path mode adds no folder to sys.path
         sys.path[0] = folder
 
 
 class _Installation:
-    """Unpickling it installs: the first thing in a process that multiprocessing spawns, before it imports the
-    script anew. Without it such a process would train with torch's FSDP1, and nobody would notice."""
+    """Installs fsdp_c when unpickled, in a process spawned by multiprocessing.
+
+    Unpickling happens before the process imports the script again. Otherwise the process would silently train
+    with torch's FSDP1.
+    """
 
     def __reduce__(self) -> tuple[Callable[[bool], None], tuple[bool]]:
         return _install, (grouping.splits_by_default,)

@@ -1,4 +1,4 @@
-"""FSDP1's names of a unit, for code that was written for torch's: attributes and methods over those of the unit."""
+"""FSDP1's attributes and methods of a unit, for code written for torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fsdp_c.sharding.wrap import unit_name
 
 
 def low_precision_dtype(hook: object) -> torch.dtype | None:
-    """The dtype of one of torch's low-precision hooks, known by identity; None for any other."""
+    """Return the dtype of torch's fp16/bf16 compression hooks (by identity), or None."""
     if hook is fp16_compress_hook:
         return torch.float16
     return torch.bfloat16 if hook is bf16_compress_hook else None
 
 
 class UnitNames(ShardedModule):
-    """Base of FullyShardedDataParallel with the names that fsdp_c itself has little or no use for."""
+    """Base of FullyShardedDataParallel with names that fsdp_c itself hardly uses."""
 
     @property
     def _all_fsdp_states(self) -> list[ShardedModule]:
-        """The units of this root's tree; looked up, because a list kept here would keep the root alive."""
+        """The units of this root's tree. Computed: a stored list would keep the root alive."""
         return whole_units_of(self)
 
     @_all_fsdp_states.setter
@@ -36,13 +36,12 @@ class UnitNames(ShardedModule):
 
     @property
     def _post_backward_callback_queued(self) -> bool:
-        """True while a backward runs, and after one that raised."""
+        """True during a backward, and after one that raised."""
         return self._unit.runtime is not None and self._unit.runtime.callback_queued
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
-        """True if torch.compile is to see the wrapped module as sharded. Torch's class sets it on all modules that it
-        is put around."""
+        """True if torch.compile treats the wrapped module as sharded."""
         marked: bool = getattr(self._fsdp_wrapped_module, "_is_fsdp_managed_module", False)
         return marked
 
@@ -57,6 +56,6 @@ class UnitNames(ShardedModule):
         return self.mixed_precision.buffer_dtype is not None
 
     def _wait_unshard_streams_on_current_stream(self) -> None:
-        """Let computation wait for the all-gathers that ``_unshard`` has started in this tree."""
+        """Make the current stream wait for the all-gathers started by ``_unshard`` in this tree."""
         for unit in units_of(self):
             unit._unit.wait_unsharded()

@@ -1,11 +1,11 @@
-"""The one place where names of torch's FSDP1 are imported, and where behaviour follows torch's version.
+"""Imports of torch's FSDP1, and behavior that depends on torch's version.
 
-Where torch has FSDP1, these are its own objects: users' enums, configurations and policies are equal from
-either package. Where it has none any more, those of ``fsdp_c.compat.standins`` take their place, and FSDP1's
-modules are found under their old names, so that old pickles load: see ``fsdp_c.compat.standins.finder``.
+With FSDP1 in torch, these are torch's objects: users' enums, configurations and policies are interchangeable.
+In a torch without FSDP1, ``fsdp_c.compat.standins`` replaces them, and FSDP1's modules stay importable under
+their old names so that old pickles load: see ``fsdp_c.compat.standins.finder``.
 """
 
-# ruff: noqa: F401  # names that others import from here
+# ruff: noqa: F401  # re-exported names
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 
 WHY_NO_FSDP1 = ""
 try:
-    from torch.distributed.fsdp import _shard_utils, _wrap_utils  # noqa: F401  # helpers() gives them
+    from torch.distributed.fsdp import _shard_utils, _wrap_utils  # noqa: F401  # returned by helpers()
     from torch.distributed.fsdp._common_utils import (
         HandleTrainingState,
         TrainingState,
@@ -74,7 +74,7 @@ HAS_FSDP1 = not WHY_NO_FSDP1
 
 
 def helpers(name: str) -> ModuleType:
-    """A module of FSDP1's that knows of no units: torch's own, or what stands in for it."""
+    """Return one of FSDP1's helper modules that are independent of units: torch's own or its stand-in."""
     torchs = f"torch.distributed.fsdp.{name}"
     return importlib.import_module(torchs if HAS_FSDP1 else _finder.OURS[torchs])
 
@@ -92,29 +92,29 @@ NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES = (
 
 
 def dtensor_extensions() -> Callable[[ModuleType], FSDPExtensions]:
-    """The class that flattens DTensors: torch's, beside tensor parallelism, or ours where it has gone."""
+    """Return the class that flattens DTensors: torch's, or its stand-in."""
     try:
         from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
     except ImportError:
-        from fsdp_c.compat.standins.dtensor_extensions import DTensorExtensions  # type: ignore[assignment]  # of other types
+        from fsdp_c.compat.standins.dtensor_extensions import DTensorExtensions  # type: ignore[assignment]  # differently annotated
     return DTensorExtensions
 
 
 def fsdp2_module_class() -> type | tuple[()]:
-    """FSDP2's class of modules, or () where nothing has imported it yet: then no module is one."""
+    """Return FSDP2's module class, or () if torch.distributed.fsdp is not imported: no instance can exist."""
     found: type | tuple[()] = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     return found
 
 
-# ----------------------------------------------------------------- behaviour that follows torch's version
+# ----------------------------------------------------------------- behavior by torch version
 
 
 def torch_version() -> tuple[int, int]:
-    """The installed torch's major and minor version."""
+    """Return (major, minor) of the installed torch."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
 def copies_containers_of_inputs() -> bool:
-    """True if a root gives its module lists and dicts of its own. Since torch 2.14 they are the caller's."""
+    """Return True if the root copies lists and dicts of inputs, as torch did before 2.14."""
     return torch_version() < (2, 14)

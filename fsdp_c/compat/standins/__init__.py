@@ -1,6 +1,5 @@
-"""What fsdp_c takes from torch's FSDP1, for a torch without: enums, configurations, wrap policies, helpers.
+"""Stand-ins for a torch without FSDP1: enums, configurations, wrap policies, helpers.
 
-``fsdp_c.compat.upstream`` decides which of the two is used. With torch's FSDP1 in place nothing here is, so
-that the objects of users are torch's own. The classes name torch's modules as theirs: a pickle made with
-either loads with the other.
+Unused while torch has FSDP1 (see ``fsdp_c.compat.upstream``), so that users' objects are torch's own. Each
+class has torch's module as its ``__module__``: pickles are interchangeable.
 """

@@ -1,4 +1,4 @@
-"""Stands in for ``torch.distributed.fsdp.api``, and for the enums that torch keeps elsewhere."""
+"""Stand-in for ``torch.distributed.fsdp.api``, and for enums of other FSDP1 modules."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class ShardingStrategy(Enum):
-    """What of a unit is divided over ranks, and until when its parameters stay gathered."""
+    """Which state of a unit is sharded, and how long its parameters stay unsharded."""
 
-    FULL_SHARD = 1  # parameters are freed after the forward and gathered again for the backward
-    SHARD_GRAD_OP = 2  # parameters stay gathered from the forward to the end of the backward
-    NO_SHARD = 3  # every rank holds all; gradients are averaged
-    HYBRID_SHARD = 4  # FULL_SHARD over one group, replicas over another
-    _HYBRID_SHARD_ZERO2 = 5  # SHARD_GRAD_OP over one group, replicas over another
+    FULL_SHARD = 1  # reshard after forward, unshard again in backward
+    SHARD_GRAD_OP = 2  # unsharded from forward to the end of backward
+    NO_SHARD = 3  # replicated; gradients are averaged
+    HYBRID_SHARD = 4  # FULL_SHARD within a group, replicated across groups
+    _HYBRID_SHARD_ZERO2 = 5  # SHARD_GRAD_OP within a group, replicated across groups
 
 
 class _ShardParamInfo(NamedTuple):
-    """The part of a parameter that this rank's shard holds; all None when there is none. The end index is
-    inclusive."""
+    """The part of a parameter in this rank's shard; None fields if there is none. End indices are inclusive."""
 
     in_shard: bool
     offset_in_shard: int | None
@@ -35,7 +34,7 @@ class _ShardParamInfo(NamedTuple):
 
 
 class HandleShardingStrategy(Enum):
-    """The strategy as a unit's handle has it: the same members in an enum of its own."""
+    """The strategy of a handle: equal members in a separate enum, as in FSDP1."""
 
     FULL_SHARD = 1
     SHARD_GRAD_OP = 2
@@ -45,14 +44,14 @@ class HandleShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """When the backward gathers the next unit: before this unit's gradients are computed, or after."""
+    """When a backward prefetches the next unit: before this unit's gradient computation, or after."""
 
     BACKWARD_PRE = 1
     BACKWARD_POST = 2
 
 
 class TrainingState(Enum):
-    """What a unit is doing."""
+    """State of a unit."""
 
     IDLE = 1
     FORWARD_BACKWARD = 2
@@ -60,7 +59,7 @@ class TrainingState(Enum):
 
 
 class HandleTrainingState(Enum):
-    """What a unit's flat parameter is used for."""
+    """State of a unit's flat parameter."""
 
     IDLE = 1
     FORWARD = 2
@@ -70,7 +69,7 @@ class HandleTrainingState(Enum):
 
 
 class StateDictType(Enum):
-    """The form of a state dict: whole tensors, this rank's flat parameters, or its rows of each tensor."""
+    """Form of a state dict: full tensors, this rank's flat parameters, or this rank's rows of each tensor."""
 
     FULL_STATE_DICT = 1
     LOCAL_STATE_DICT = 2
@@ -78,7 +77,7 @@ class StateDictType(Enum):
 
 
 class OptimStateKeyType(Enum):
-    """What an optimizer's state dict calls a parameter: by its name, or by its number."""
+    """Keys of an optimizer state dict: parameter names or parameter ids."""
 
     PARAM_NAME = 1
     PARAM_ID = 2
@@ -86,16 +85,16 @@ class OptimStateKeyType(Enum):
 
 @dataclass
 class MixedPrecision:
-    """The dtypes that a unit computes and communicates in; None keeps the parameters' own.
+    """Dtypes of computation and communication; None keeps the parameters' dtype.
 
     Args:
-        param_dtype: of the gathered parameters, and so of forward and backward.
-        reduce_dtype: of gradients while they are reduced; by default ``param_dtype``.
-        buffer_dtype: of the floating buffers.
-        keep_low_precision_grads: leave gradients in ``reduce_dtype`` for the optimizer.
-        cast_forward_inputs: cast the floating inputs of every unit to its ``param_dtype``.
-        cast_root_forward_inputs: cast those of the root; one of the two is enough.
-        _module_classes_to_ignore: modules of these classes become units in full precision.
+        param_dtype: dtype of unsharded parameters, i.e. of forward and backward.
+        reduce_dtype: dtype of gradient reduction (default: ``param_dtype``).
+        buffer_dtype: dtype of floating-point buffers.
+        keep_low_precision_grads: True to keep gradients in ``reduce_dtype`` for the optimizer.
+        cast_forward_inputs: True to cast floating-point inputs of every unit to its ``param_dtype``.
+        cast_root_forward_inputs: True to cast the root's inputs; either flag suffices for the root.
+        _module_classes_to_ignore: classes whose instances become full-precision units.
     """
 
     param_dtype: torch.dtype | None = None
@@ -109,75 +108,75 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Whether shards and their gradients live in CPU memory, where the optimizer then steps."""
+    """CPU offload settings. ``offload_params``: keep shards and their gradients in CPU memory."""
 
     offload_params: bool = False
 
 
 @dataclass
 class StateDictConfig:
-    """How a state dict of the model is made; ``offload_to_cpu`` moves its tensors to CPU memory."""
+    """Settings of model state dicts. ``offload_to_cpu``: move tensors to CPU memory."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """For FULL_STATE_DICT; with ``rank0_only`` the other ranks get an empty state dict."""
+    """Settings for FULL_STATE_DICT. ``rank0_only``: empty state dicts on the other ranks."""
 
     rank0_only: bool = False
 
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """For LOCAL_STATE_DICT."""
+    """Settings for LOCAL_STATE_DICT."""
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """For SHARDED_STATE_DICT; ``_use_dtensor`` is set where the model has a device mesh."""
+    """Settings for SHARDED_STATE_DICT. ``_use_dtensor`` is set if the model has a device mesh."""
 
     _use_dtensor: bool = False
 
 
 @dataclass
 class OptimStateDictConfig:
-    """How a state dict of the optimizer is made; ``offload_to_cpu`` moves its tensors to CPU memory."""
+    """Settings of optimizer state dicts. ``offload_to_cpu``: move tensors to CPU memory."""
 
     offload_to_cpu: bool = True
 
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """For FULL_STATE_DICT; with ``rank0_only`` the other ranks get an empty state dict."""
+    """Settings for FULL_STATE_DICT. ``rank0_only``: empty state dicts on the other ranks."""
 
     rank0_only: bool = False
 
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """For LOCAL_STATE_DICT."""
+    """Settings for LOCAL_STATE_DICT."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """For SHARDED_STATE_DICT; ``_use_dtensor`` is set where the model has a device mesh."""
+    """Settings for SHARDED_STATE_DICT. ``_use_dtensor`` is set if the model has a device mesh."""
 
     _use_dtensor: bool = False
 
 
 @dataclass
 class StateDictSettings:
-    """What ``state_dict_type`` sets and gives back."""
+    """Settings that ``state_dict_type`` sets and restores."""
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig
     optim_state_dict_config: OptimStateDictConfig
 
 
-_HOMES: dict[type, str] = {  # elsewhere than in torch.distributed.fsdp.api
+_HOMES: dict[type, str] = {  # classes of other modules than torch.distributed.fsdp.api
     HandleShardingStrategy: "_flat_param",
     HandleTrainingState: "_common_utils",
     OptimStateKeyType: "fully_sharded_data_parallel",

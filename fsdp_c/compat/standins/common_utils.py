@@ -1,4 +1,4 @@
-"""Stands in for ``torch.distributed.fsdp._common_utils``: a unit's base class, helpers over units."""
+"""Stand-in for ``torch.distributed.fsdp._common_utils``: base class of units, helpers over units."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed._composable_state import _get_module_state, _State
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 
-from fsdp_c.compat.standins.api import HandleTrainingState, TrainingState  # noqa: F401  # torch has them here
+from fsdp_c.compat.standins.api import HandleTrainingState, TrainingState  # noqa: F401  # re-exported, as in torch
 
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
 FSDP_PREFIX = FSDP_WRAPPED_MODULE + "."
@@ -22,19 +22,19 @@ FSDP_FLATTENED = "_fsdp_flattened"
 
 
 class _FSDPState(_State):
-    """What every unit is, so that it is recognised by ``isinstance``. It holds nothing."""
+    """Empty base class of all units, for ``isinstance``."""
 
     __module__ = "torch.distributed.fsdp._common_utils"
 
 
 def _get_module_fsdp_state(module: nn.Module) -> Any:
-    """The unit that ``module`` is or belongs to, or None."""
+    """Return the unit of ``module``, or None."""
     state = _get_module_state(module)
     return state if isinstance(state, _FSDPState) else None
 
 
 def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> Any:
-    """The unit that is around exactly ``module``, or None."""
+    """Return the unit directly around ``module``, or None."""
     state = _get_module_fsdp_state(module)
     if state is None or state is module:
         return state
@@ -42,12 +42,12 @@ def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> Any:
 
 
 def _is_composable(state: Any) -> bool:
-    """Whether a unit is no module itself; ours are."""
+    """Return True if a unit is not a module; ours are modules."""
     return not isinstance(state, nn.Module)
 
 
 def _module_handle(state: Any, module: nn.Module) -> Any:
-    """The handle of the unit around ``module``, or None where it has no parameters."""
+    """Return the handle of the unit around ``module``, or None without parameters."""
     return (
         state._fully_sharded_module_to_handle[module]
         if _is_composable(state) and state._handle
@@ -60,7 +60,7 @@ def _has_fsdp_params(state: Any, module: nn.Module) -> bool:
 
 
 def _assert_in_training_states(state: Any, training_states: list[Any]) -> None:
-    """ValueError unless the unit is in one of these states."""
+    """Raise ValueError unless the unit is in one of these states."""
     if state.training_state not in training_states:
         raise ValueError(
             f"expected to be in states {training_states} but current state is {state.training_state}"
@@ -71,7 +71,7 @@ def _assert_in_training_states(state: Any, training_states: list[Any]) -> None:
 
 
 def clean_tensor_name(tensor_name: str) -> str:
-    """A tensor's name without what units and checkpoint wrappers add."""
+    """Return a tensor's FQN without segments of units and checkpoint wrappers."""
     return tensor_name.replace(FSDP_PREFIX, "").replace(_CHECKPOINT_PREFIX, "")
 
 
@@ -85,7 +85,7 @@ def _is_fsdp_flattened(tensor: torch.Tensor) -> bool:
 
 
 def _named_parameters_with_duplicates(module: nn.Module, **kwargs: Any) -> list[tuple[str, nn.Parameter]]:
-    """``named_parameters`` with shared ones under all names, where the module's own method can give them."""
+    """Return ``named_parameters`` with all names of shared ones, if the module's method supports that."""
     if "remove_duplicate" in kwargs:
         raise AssertionError("remove_duplicate cannot be passed: duplicates are what this is for")
     try:
@@ -104,7 +104,7 @@ def _apply_to_modules(
 ) -> Any:
     """Call ``module_fn(module, prefix, depth, *args, **kwargs)`` in pre-order; return ``return_fn``'s result.
 
-    With ``filter_fqns``, a wrapper that none of these names goes through adds nothing to the prefix.
+    With ``filter_fqns``, wrappers that are on no path of these names are left out of the prefix.
     """
     prefixes = {fqn[: i + 1] for fqn in filter_fqns or () for i, letter in enumerate(fqn) if letter == "."}
     wrappers = (FSDP_WRAPPED_MODULE, "_dmp_wrapped_module", "module")
@@ -122,8 +122,10 @@ def _apply_to_modules(
 
 
 def _get_param_to_fqns(model: nn.Module, dedup_shared_params: bool = True) -> dict[nn.Parameter, list[str]]:
-    """The names that each parameter has in the plain model: several for a flat parameter, and for a shared
-    one unless ``dedup_shared_params``."""
+    """Map each parameter to its FQNs in the unwrapped model.
+
+    A flat parameter has several; so has a shared one unless ``dedup_shared_params``.
+    """
     found: dict[nn.Parameter, list[str]] = {}
 
     def collect(module: nn.Module, prefix: str, depth: int) -> None:
@@ -142,12 +144,11 @@ def _get_param_to_fqns(model: nn.Module, dedup_shared_params: bool = True) -> di
     return found
 
 
-# ----------------------------------------------------------------- tensors in containers, which FSDP2 asks
-# for
+# ----------------------------------------------------------------- tensors in containers, for FSDP2
 
 
 def collect_grad_tensors(output: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors that require grad in dicts, lists, tuples and dataclasses, in their order."""
+    """Return the tensors that require grad in nested dicts, lists, tuples and dataclasses, in order."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,7 +160,7 @@ def collect_grad_tensors(output: Any) -> tuple[torch.Tensor, ...]:
 
 
 def replace_grad_tensors(output: Any, tensor_iter: Iterator[torch.Tensor]) -> Any:
-    """``output`` with the next of ``tensor_iter`` for each of those; RuntimeError if any is left over."""
+    """Return ``output`` with these tensors replaced by ``tensor_iter``'s. Raises RuntimeError for leftovers."""
     result = _map_grad_tensors(lambda _: next(tensor_iter), output)
     left = len(list(tensor_iter))
     if left:
@@ -168,7 +169,7 @@ def replace_grad_tensors(output: Any, tensor_iter: Iterator[torch.Tensor]) -> An
 
 
 def _map_grad_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Containers in which nothing changed are returned as they are."""
+    """Apply ``fn`` to tensors that require grad. Unchanged containers are returned as is."""
     if isinstance(value, torch.Tensor):
         return fn(value) if value.requires_grad else value
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Stands in for ``torch.distributed.tensor.parallel.fsdp``: units of tensors that are sharded already."""
+"""Stand-in for ``torch.distributed.tensor.parallel.fsdp``: units over DTensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DTensorExtensions(FSDPExtensions):
     def __init__(self, device_handle: Any) -> None:
         self.compute_stream = None
         self.device_handle = device_handle
-        self.post_unflatten_transform = torch._dynamo.disable(self.post_unflatten_transform)  # type: ignore[method-assign]  # as torch has it
+        self.post_unflatten_transform = torch._dynamo.disable(self.post_unflatten_transform)  # type: ignore[method-assign]  # as in torch
 
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
         if not isinstance(tensor, DTensor):
@@ -58,7 +58,9 @@ class DTensorExtensions(FSDPExtensions):
         return shard_utils._create_chunk_sharded_tensor(tensor, rank, world_size, num_devices_per_node, pg)
 
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> torch.Tensor:
-        """Rows over the dimension that shards; a plain tensor is equal on all ranks of tensor parallelism."""
+        """Shard rows over the data parallel dimension. A plain tensor must be equal on all tensor parallel
+        ranks.
+        """
         mesh = device_mesh._get_root_mesh()
         whole: list[Placement] = [Replicate()] * mesh.ndim
         local = tensor.detach().clone()
@@ -71,7 +73,7 @@ class DTensorExtensions(FSDPExtensions):
         return DTensor.from_local(local, mesh, whole, run_check=False).redistribute(placements=rows)
 
     def pre_load_state_dict_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Shard]]:
-        shards: list[Shard] = tensor.local_shards()  # type: ignore[attr-defined]  # of a ShardedTensor, as the base says
+        shards: list[Shard] = tensor.local_shards()  # type: ignore[attr-defined]  # a ShardedTensor
         return tensor, shards
 
     def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:

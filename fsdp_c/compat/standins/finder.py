@@ -1,10 +1,10 @@
-"""FSDP1's modules under torch's names, for a torch that has none: pickles and libraries name them.
+"""Import hook for FSDP1's module names, for a torch without FSDP1: pickles and libraries refer to them.
 
 [Note: Modules that torch has no more]
-``torch.distributed.fsdp.api`` and its neighbours are looked for by pickles that hold an enum or a
-configuration, and by parts of torch and of libraries that were written when they were there. A finder answers
-for those that nobody else has, with fsdp_c's module of the same name, when somebody asks and not before. The
-names of the package ``torch.distributed.fsdp`` come with ``fsdp_c.install()``, unless torch has none.
+Pickles with an enum or a configuration, parts of torch, and older libraries import
+``torch.distributed.fsdp.api`` and its neighbors. A meta path finder resolves these names, if no other finder
+does, to fsdp_c's module of the same name, on first import. FSDP1's names in the package
+``torch.distributed.fsdp`` are added by ``fsdp_c.install()``, or by the finder if torch has no such package.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ OURS = {
 
 
 class Finder:
-    """A meta path finder. It stands first, as one before it may refuse, and yields to all others."""
+    """A meta path finder. Placed first, because another finder may raise; prefers all other finders' results."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Our module, where no other finder has one."""
+        """Return our module's spec if no other finder has one."""
         if name != FSDP and name not in OURS:
             return None
         if _others_have(self, name, path, target):
@@ -61,7 +61,7 @@ class Finder:
 
 
 def _others_have(own: Finder, name: str, path: Sequence[str] | None, target: ModuleType | None) -> bool:
-    """Whether an import without our finder would find the module: one that raises ends it."""
+    """Return True if another finder finds the module. An ImportError counts as not found."""
     try:
         return any(finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not own)
     except ImportError:
@@ -70,10 +70,10 @@ def _others_have(own: Finder, name: str, path: Sequence[str] | None, target: Mod
 
 class _Loader(Loader):
     def create_module(self, spec: ModuleSpec) -> None:
-        """Have the import system make a module."""
+        """Use the default module creation."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put ours in the place of the new module; the package holds the public names."""
+        """Replace the new module with ours, or fill the package with the public names."""
         if module.__name__ == FSDP:
             put_public_names(module)
         else:
@@ -81,7 +81,7 @@ class _Loader(Loader):
 
 
 def names() -> dict[str, object]:
-    """What the stand-ins define, by name."""
+    """Return the definitions of all stand-ins by name."""
     modules = ("api", "common_utils", "fsdp_extensions", "shard_utils", "wrap")
     contents = [vars(importlib.import_module(f"{__package__}.{module}")) for module in modules]
     return {
@@ -90,19 +90,19 @@ def names() -> dict[str, object]:
 
 
 def public_names() -> dict[str, Any]:
-    """What ``torch.distributed.fsdp`` exports of FSDP1."""
+    """Return FSDP1's public names of ``torch.distributed.fsdp``."""
     ours = importlib.import_module("fsdp_c")
     return {name: getattr(ours, name) for name in (*ours.__all__, "FlatParameter")}
 
 
 def put_public_names(package: ModuleType) -> list[str]:
-    """Add FSDP1's names to ``torch.distributed.fsdp`` where it has none; returns those that were added."""
+    """Add FSDP1's missing names to ``torch.distributed.fsdp``; return the added ones."""
     missing = {name: value for name, value in public_names().items() if not hasattr(package, name)}
     vars(package).update(missing)
     return list(missing)
 
 
 def insert() -> None:
-    """Have the import system ask for ours from now on."""
+    """Install the finder, once."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())

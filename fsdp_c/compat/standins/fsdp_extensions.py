@@ -1,4 +1,4 @@
-"""Stands in for ``torch.distributed.fsdp._fsdp_extensions``: another parallelism's say in units."""
+"""Stand-in for ``torch.distributed.fsdp._fsdp_extensions``: hooks of other parallelisms into FSDP."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from fsdp_c.compat.standins import shard_utils
 
 
 class FSDPExtensions(ABC):
-    """The transformations that an extension puts around flattening, and around state dicts."""
+    """Transforms that an extension applies around flattening and around state dicts."""
 
     __module__ = "torch.distributed.fsdp._fsdp_extensions"
 
     @abstractmethod
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
-        """The local tensor to flatten, and what turns its views back; None for a tensor left alone."""
+        """Return the local tensor to flatten and data for the inverse, or (tensor, None) for no transform."""
 
     @abstractmethod
     def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Any) -> torch.Tensor:
-        """The inverse, of a view of the gathered flat parameter."""
+        """Return the inverse transform of a view of the unsharded flat parameter."""
 
     @abstractmethod
     def chunk_tensor(
@@ -37,19 +37,19 @@ class FSDPExtensions(ABC):
         pg: dist.ProcessGroup,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """This rank's part of a tensor, as a ShardedTensor."""
+        """Return this rank's part of ``tensor`` as a ShardedTensor."""
 
     @abstractmethod
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> torch.Tensor:
-        """This rank's part of a tensor, as a DTensor."""
+        """Return this rank's part of ``tensor`` as a DTensor."""
 
     @abstractmethod
     def pre_load_state_dict_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Shard]]:
-        """The tensor of a sharded state dict, and the shards to load from."""
+        """Return a sharded state dict's tensor and its local shards."""
 
     @abstractmethod
     def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
-        """The local tensor of a DTensor that is gathered over the ranks that shard. Collective."""
+        """Return the local tensor of a DTensor after an all-gather over the sharding ranks. Collective."""
 
 
 _extensions: FSDPExtensions | None = None

@@ -1,4 +1,4 @@
-"""Stands in for ``torch.distributed.fsdp._shard_utils``: one tensor, cut by rows over a group's ranks."""
+"""Stand-in for ``torch.distributed.fsdp._shard_utils``: one tensor, sharded by rows over a group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _create_chunk_sharded_tensor(
     pg: dist.ProcessGroup,
     device: torch.device | None = None,
 ) -> ShardedTensor:
-    """A ShardedTensor of ``tensor``'s rows, of which this rank copies its own. Nothing is communicated."""
+    """Return a ShardedTensor with a copy of this rank's rows of ``tensor``. Not collective."""
     chunks = tensor.chunk(world_size, dim=0)
     device_type = (device or dist.distributed_c10d._get_pg_default_device(pg)).type
     shards, start = [], 0
@@ -60,14 +60,18 @@ def _placement(rank: int, device_type: str, num_devices_per_node: int) -> str:
 
 
 def _create_chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> DTensor:
-    """A DTensor of ``tensor``'s rows over the last dimension of the mesh, replicated over the others."""
+    """Return a DTensor of ``tensor``, sharded by rows over the last mesh dimension, replicated over the
+    others.
+    """
     replicated = [Replicate()] * device_mesh.ndim
     whole = DTensor.from_local(tensor.detach().clone(), device_mesh, replicated, run_check=False)
     return whole.redistribute(placements=[*replicated[:-1], ShardPlacement(0)])
 
 
 def _all_gather_dtensor(tensor: DTensor, root_mesh: DeviceMesh | None) -> torch.Tensor:
-    """The local tensor of a DTensor, gathered over the last dimension of its ``root_mesh``. Collective."""
+    """Return the local tensor of a DTensor after an all-gather over the last dimension of ``root_mesh``.
+    Collective.
+    """
     if root_mesh != tensor.device_mesh:
         raise AssertionError("The device mesh of a tensor should be a root mesh.")
     return tensor.redistribute(placements=[*tensor.placements[:-1], Replicate()]).to_local()

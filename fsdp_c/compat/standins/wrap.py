@@ -1,4 +1,4 @@
-"""Stands in for ``torch.distributed.fsdp.wrap``: policies that choose submodules, and the walks."""
+"""Stand-in for ``torch.distributed.fsdp.wrap``: auto wrap policies and module traversal."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fsdp_c.compat.aliases import Kwargs
 
 
 class _Policy(ABC):
-    """Chooses submodules and the keyword arguments that each is wrapped with."""
+    """Selects submodules and their keyword arguments for wrapping."""
 
     @abstractmethod
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs
     ) -> dict[nn.Module, Kwargs]:
-        """The chosen modules, in ``modules()``'s order, each with its arguments."""
+        """Return the selected modules in ``modules()`` order, each with its arguments."""
 
 
 class ModuleWrapPolicy(_Policy):
-    """Chooses the instances of some classes, with the root's arguments."""
+    """Selects instances of the given classes, with the root's arguments."""
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         self._module_classes = set(module_classes)
@@ -51,7 +51,7 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Asks a function about every submodule: False, True, or the arguments that differ from the root's."""
+    """Selects submodules by a function that returns False, True, or overrides of the root's arguments."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Kwargs]) -> None:
         self._lambda_fn = lambda_fn
@@ -75,21 +75,21 @@ class CustomPolicy(_Policy):
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Every submodule."""
+    """Select every submodule."""
     return True
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Submodules for which ``lambda_fn`` is true."""
+    """Select submodules for which ``lambda_fn`` returns True."""
     return recurse or lambda_fn(module)
 
 
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
-    """Instances of the classes of a transformer's layers."""
+    """Select instances of the transformer layer classes."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -101,10 +101,10 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Submodules with at least ``min_num_params`` elements that no inner unit holds.
+    """Select submodules with at least ``min_num_params`` elements outside of inner units.
 
-    Inside ``force_leaf_modules`` nothing is wrapped, by default FORCE_LEAF_MODULES of this function;
-    instances of ``exclude_wrap_modules`` are not, by default EXCLUDE_WRAP_MODULES.
+    Submodules of ``force_leaf_modules`` (default: FORCE_LEAF_MODULES of this function) are not visited;
+    instances of ``exclude_wrap_modules`` (default: EXCLUDE_WRAP_MODULES) are not wrapped.
     """
     if nonwrapped_numel < min_num_params:
         return False
@@ -125,7 +125,7 @@ vars(size_based_auto_wrap_policy).update(
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
-    """What any of several policies chooses."""
+    """Select modules that any of ``policies`` selects."""
     return any(
         policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies
     )
@@ -134,7 +134,7 @@ def _or_policy(
 def _wrap_module_cls_individually(
     module: nn.Module, module_classes: Sequence[type], recurse: bool, *args: Any, **kwargs: Any
 ) -> bool:
-    """Instances of some classes, as a callable policy."""
+    """Select instances of ``module_classes``, as a callable policy."""
     return recurse or isinstance(module, tuple(module_classes))
 
 
@@ -145,7 +145,7 @@ def _run_mixed_precision_override_policy(
     root_kwargs: Kwargs,
     target_module_to_kwargs: dict[nn.Module, Kwargs],
 ) -> dict[nn.Module, Kwargs]:
-    """Have the instances of some classes among the targets, without mixed precision."""
+    """Add instances of ``module_classes`` to the targets, without mixed precision."""
     classes = tuple(set(module_classes))
     for module in root_module.modules():
         if module not in ignored_modules and isinstance(module, classes):
@@ -153,11 +153,11 @@ def _run_mixed_precision_override_policy(
     return target_module_to_kwargs
 
 
-# ----------------------------------------------------------------- walks
+# ----------------------------------------------------------------- traversal
 
 
 def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Call ``fn`` for each module once, children before parents; what it returns takes the module's place."""
+    """Call ``fn`` once per module, children first; a returned module replaces the original."""
     visited = {root_module}
 
     def visit(module: nn.Module, name: str, parent: nn.Module | None) -> None:
@@ -185,7 +185,7 @@ def _construct_wrap_fn(
     target_module_to_kwargs: dict[nn.Module, Kwargs],
     fsdp_fn: Callable[..., nn.Module],
 ) -> Callable[[nn.Module], nn.Module | None]:
-    """For ``_post_order_apply``: wraps the targets, all but the root."""
+    """Return a function for ``_post_order_apply`` that wraps the targets except the root."""
 
     def wrap_target(module: nn.Module) -> nn.Module | None:
         if module is root_module or module not in target_module_to_kwargs:
@@ -196,7 +196,7 @@ def _construct_wrap_fn(
 
 
 def _wrap(module: nn.Module, wrapper_cls: Callable[..., nn.Module], **kwargs: Any) -> nn.Module:
-    """Wrap one module; its ``_wrap_overrides`` come before ``kwargs``."""
+    """Wrap one module; its ``_wrap_overrides`` take precedence over ``kwargs``."""
     return wrapper_cls(module, **{**kwargs, **getattr(module, "_wrap_overrides", {})})
 
 
@@ -209,11 +209,11 @@ def _recursive_wrap(
     only_wrap_children: bool = False,
     **kwargs: Any,
 ) -> tuple[nn.Module, int]:
-    """Wrap the submodules that a callable policy chooses, inner ones first, and with them the module itself.
+    """Wrap the submodules selected by a callable policy, innermost first, then ``module`` itself.
 
-    The policy is asked twice: on the way down whether to look into a module, and on the way up whether to
-    wrap it, with the elements that are in no unit by then. Returns the module or its wrapper, and how many
-    elements are in units.
+    The policy is called twice per module: pre-order with ``recurse=True`` (visit children?), and post-order
+    with ``recurse=False`` (wrap?) and the number of elements outside of units. Returns the module or its
+    wrapper, and the number of elements in units.
     """
     if isinstance(wrapper_cls, type):
         for child in module.modules():
@@ -244,7 +244,7 @@ def _recursive_wrap(
 
 
 class _ConfigAutoWrap:
-    """What ``enable_wrap`` is in force, if any."""
+    """State of the active ``enable_wrap``, if any."""
 
     in_autowrap_context: bool = False
     wrapper_cls: Callable[..., nn.Module] | None = None
@@ -253,7 +253,7 @@ class _ConfigAutoWrap:
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
-    """Have ``wrap`` wrap in the block, by ``wrapper_cls`` with these arguments. It cannot be nested."""
+    """Make ``wrap`` use ``wrapper_cls`` with these arguments in the block. Cannot be nested."""
     config = _ConfigAutoWrap
     if config.in_autowrap_context:
         raise NotImplementedError(
@@ -267,7 +267,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """The module wrapped as the ``enable_wrap`` around says, with these arguments; outside one, itself."""
+    """Return the module wrapped by the active ``enable_wrap``, with overrides; unchanged outside of one."""
     if not _ConfigAutoWrap.in_autowrap_context:
         return module
     assert _ConfigAutoWrap.wrapper_cls is not None
