@@ -1,2 +1,1 @@
-"""Around the steps that C runs: inputs and outputs, the order of units, whole parameters and gradients
-between them."""
+"""Python code around the steps in C: inputs, outputs, order, clipping, summon_full_params, checks."""

@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a root: it averages gradients of flat parameters that are whole on each rank."""
+"""Checks for DistributedDataParallel around a root: DDP needs unsharded gradients of flat parameters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ __all__ = ["check_ddp"]
 
 
 def check_ddp(root: ShardedModule, ddp: DistributedDataParallel) -> None:
-    """Called before the root's first forward inside ``ddp``.
+    """Check that ``ddp`` averages the gradients of ``root``. Called before the root's first forward in
+    ``ddp``.
 
-    Raises RuntimeError where ``ddp`` manages a trained parameter whose gradient is sharded or offloaded. Warns,
-    with UserWarning, where autograd does not reach the parameter that ``ddp`` manages.
+    Raises RuntimeError if ``ddp`` manages a trained parameter whose gradient is sharded or offloaded. Warns
+    (UserWarning) if autograd does not reach the parameter that ``ddp`` manages.
     """
     managed = {id(param) for param in getattr(ddp, "_module_parameters", None) or ()}
     for handle in [unit._handle for unit in units_of(root) if unit._handle is not None]:
@@ -25,7 +26,7 @@ def check_ddp(root: ShardedModule, ddp: DistributedDataParallel) -> None:
         is_trained = id(params[0]) in managed and any(param.requires_grad for param in params)
         if (is_whole and is_reached) or not is_trained:
             continue
-        if handle._use_orig_params or is_whole:  # torch's FSDP1 trains on, without a word
+        if handle._use_orig_params or is_whole:  # FSDP1 trains on silently here: warn, do not raise
             kind = "original parameters" if handle._use_orig_params else "flat parameters of low precision"
             warnings.warn(
                 f"rank {handle.rank}, unit {handle.name}: DistributedDataParallel never averages its gradients, "

@@ -1,4 +1,4 @@
-"""Methods of a wrapped module beside ``forward`` that compute with its parameters."""
+"""Methods of a wrapped module other than ``forward`` that use its parameters."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ __all__ = ["register_forward_method"]
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Have the method ``name`` of a wrapped module run as its forward does, with its parameters gathered.
+    """Make the method ``name`` of a wrapped module unshard parameters, as its forward does.
 
-    ``module`` is a FullyShardedDataParallel or the module it wraps. Afterwards both ``unit.name(...)`` and
-    ``unit.module.name(...)`` are collective: all ranks call them in the same order. Gradients, prefetching
-    and mixed precision are those of a forward. Called amid the unit's own forward, or inside
-    summon_full_params, the method runs as it is: its parameters are gathered already. Registering a method
-    twice is the same as once.
+    ``module`` is a FullyShardedDataParallel or the module that it wraps. Afterwards ``unit.name(...)`` and
+    ``unit.module.name(...)`` are collective: all ranks must call them in the same order. Gradients, prefetch
+    and mixed precision work as in a forward. Called during the unit's own forward, or inside
+    summon_full_params, the method runs directly, because the parameters are unsharded already. Repeated
+    registration has no effect.
 
-    Without this, a method reached through the unit (``unit.generate(...)``: unknown attributes are looked up
-    in the wrapped module) sees what is stored between steps: this rank's shard, 1-D or empty. It then fails
-    in its first layer with an error about shapes, to which the unit and this function's name are added; if it
-    reads sizes only, it fails not at all, and through ``unit.module.generate(...)`` nothing is added. A
-    method of a submodule that is not a unit of its own sees shards as well: wrap that submodule, or register
-    the method of the unit that calls it.
+    Without registration, a method called through the unit (``unit.generate(...)``: unknown attributes are
+    looked up in the wrapped module) sees sharded parameters: 1-D or empty. Its first layer then raises a
+    shape error, to which the unit and this function's name are added. Nothing is raised if the method only
+    reads sizes, and nothing is added for calls through ``unit.module.generate(...)``. Methods of a submodule
+    that is not a unit see shards too: wrap that submodule, or register the unit's method that calls it.
 
-    Raises ValueError for a module that no unit wraps, AttributeError for one without a method of that name.
+    Raises ValueError for a module without a unit around it, AttributeError without a method of that name.
     """
     fsdp_module = module if is_sharded_module(module) else unit_around(module)
     if fsdp_module is None:
@@ -61,6 +60,6 @@ def _gathering(fsdp_module: ShardedModule, method: Callable[..., Any]) -> Callab
 
 
 def _gathered(fsdp_module: ShardedModule) -> bool:
-    """True while the unit's parameters are gathered anyway: inside its forward, or shown in full."""
+    """Return True if the unit's parameters are unsharded: during its forward or inside summon_full_params."""
     state = (fsdp_module._handle or fsdp_module._unit).training_state
     return state in (_C.USE_FORWARD, _C.USE_SUMMON_FULL_PARAMS)

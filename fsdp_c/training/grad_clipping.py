@@ -11,7 +11,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_  # ours may stand under that name
+from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_  # install() replaces the name
 
 from fsdp_c import _C
 from fsdp_c.compat.errors import first_names
@@ -20,16 +20,16 @@ from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import ShardedModule, root_units, units_of
 from fsdp_c.tools import collective_errors
 
-# gradients by the tensor parallel groups over which they are sharded
+# tensor parallel groups -> gradients sharded over them
 GradsByGroups = dict[tuple[dist.ProcessGroup, ...], list[Tensor]]
 
 
 @torch.no_grad()
 def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale all gradients of ``root`` so that their total norm is at most ``max_norm``.
+    """Scale all gradients of ``root`` in place so that their total norm is at most ``max_norm``.
 
-    The unit's method of this name describes result and errors. The norm is computed in fp32, in fp64
-    where a unit is.
+    Result and errors: see FullyShardedDataParallel.clip_grad_norm_. The norm is computed in fp32, in fp64 if
+    any unit is fp64.
     """
     max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
     if not max_norm >= 0:
@@ -48,9 +48,9 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
 def clip_params_(
     params: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor | None:
-    """``clip_grad_norm_`` of ``params``, of units and others; None, with nothing done, where no unit has part of one.
+    """Clip the gradients of ``params``, of units and plain modules. Return the total norm.
 
-    Collective over the groups of their units.
+    Returns None, without any change, if none is sharded. Collective over the groups of their units.
     """
     wanted = set(map(id, params))
     roots = [root for root in root_units() if not wanted.isdisjoint(map(id, root.parameters()))]
@@ -69,9 +69,9 @@ def total_norm_of(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """The norm over all ranks of the gradients ``tensors``, whose ``owners`` are those of ``owners_of()``.
+    """Return the norm over all ranks of the gradients ``tensors``; see ``owners_of()`` for ``owners``.
 
-    Collective. Raises RuntimeError where another rank may have none of ``tensors``, and so may not call this.
+    Collective. Raises RuntimeError if another rank may have none of ``tensors`` and skip the collective.
     """
     for root, own in owners.items():
         if partial := _partial_unit(root, own):
@@ -91,10 +91,10 @@ def total_norm_of(
 
 
 def owners_of(tensors: Sequence[Tensor]) -> dict[ShardedModule, set[int]]:
-    """The roots with sharded gradients among ``tensors``, and the ids of the parameters of all of theirs.
+    """Return the roots with sharded gradients among ``tensors``, each with the ids of their parameters.
 
-    Inside summon_full_params gradients are unsharded, and during a backward not reduced yet: those do not
-    count.
+    Excludes trees inside summon_full_params, whose gradients are unsharded, or a backward, whose gradients
+    are not reduced yet.
     """
     wanted = set(map(_memory, tensors))
     owners: dict[ShardedModule, set[int]] = {}
@@ -110,7 +110,7 @@ def owners_of(tensors: Sequence[Tensor]) -> dict[ShardedModule, set[int]]:
 
 
 def _memory(grad: Tensor | None) -> object:
-    """Identifies a gradient, also by a view of all of it."""
+    """Return a key of a gradient's memory, equal for views of the whole gradient."""
     if grad is None or grad.layout is not torch.strided or not grad.numel():
         return id(grad)
     grad = tensor_parallel.local(grad)
@@ -122,15 +122,16 @@ def _all_handles(root: ShardedModule) -> list[FlatParamHandle]:
 
 
 def needs_ranks(handle: FlatParamHandle) -> bool:
-    """True if each rank has a part of the gradients alone."""
+    """Return True if each rank has only a part of the gradients."""
     return handle.uses_sharded_strategy or handle.is_parallel
 
 
 def _partial_unit(root: ShardedModule, wanted: Container[int]) -> tuple[FlatParamHandle, list[str]] | None:
-    """A sharded flat parameter in the tree whose ``wanted`` gradients other ranks may lack, and their names.
+    """Return a sharded handle and the FQNs of ``wanted`` gradients that other ranks may lack, or None.
 
-    With ``use_orig_params`` a rank has gradients of the parameters alone of which it holds elements. All ranks
-    are known to have some where this rank's are complete for each flat parameter, and all ranks hold elements.
+    With ``use_orig_params`` a rank has gradients only of parameters with elements in its shard. Every rank
+    has some of the ``wanted`` gradients if they include all of this rank's gradients of each flat parameter
+    they touch, and every rank holds elements of one of these.
     """
     first: tuple[FlatParamHandle, list[str]] | None = None
     absent = set(range(root.world_size))
@@ -163,7 +164,7 @@ def _found_in_all(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> tuple[list[Tensor], Tensor]:
-    """The gradients of the ``wanted`` parameters in the trees, and ``plain``; and their norm over ranks."""
+    """Return the gradients of ``wanted`` parameters in the trees, plus ``plain``, and their norm over ranks."""
     _check_norm_type(norm_type)
     found = [_found(root, norm_type, wanted) for root in roots]
     grads = [grad for own, _ in found for grad in own]
@@ -183,13 +184,13 @@ def _found_in_all(
 def _found(
     root: ShardedModule, norm_type: float, wanted: Container[int] | None = None
 ) -> tuple[list[Tensor], Tensor]:
-    """The gradients in the tree, of ``wanted`` parameters alone if given, and their norm over ranks."""
+    """Return the gradients in the tree (of ``wanted`` parameters, if given) and their norm over ranks."""
     sharded_handles, whole_handles = _handles(root)
     handles = sharded_handles + whole_handles
     sharded, whole = _grads_of(sharded_handles, wanted), _grads_of(whole_handles, wanted)
     _add_unmanaged_grads(whole, root, handles, wanted)
     grads = [grad for part in (sharded, whole) for found in part.values() for grad in found]
-    # Every rank must pick one dtype, also a rank without gradients: it follows the parameters.
+    # All ranks must use one dtype, including ranks without gradients: derive it from parameters.
     has_float64 = any(handle.flat_param.dtype == torch.float64 for handle in handles)
     dtype = torch.float64 if has_float64 else torch.float32
     total_norm = _total_norm(root, sharded, whole, norm_type, dtype)
@@ -226,8 +227,8 @@ def _check_norm_type(norm_type: float) -> None:
 
 
 def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParamHandle]]:
-    """The handles of the tree whose gradients are sharded, and those with whole ones on every rank."""
-    if root.check_is_root():  # initialising an inner unit would make it a root
+    """Return the handles of the tree with sharded gradients, and those with full gradients on every rank."""
+    if root.check_is_root():  # lazy init of an inner unit would make it a root
         root._lazy_init()
     if not root._unit.is_root:
         raise RuntimeError(
@@ -260,9 +261,9 @@ def _grads_of(handles: Sequence[FlatParamHandle], wanted: Container[int] | None)
 
 
 def _grads_by_groups(handle: FlatParamHandle, wanted: Container[int] | None) -> GradsByGroups:
-    """The gradients of this rank's shard, by the tensor parallel groups over which they are sharded.
+    """Return the gradients of this rank's shard, keyed by the tensor parallel groups that shard them.
 
-    Every rank has the same groups in the same order, with or without gradients.
+    Keys and their order are equal on all ranks, with or without gradients.
     """
     flat_param = handle.flat_param
     if flat_param._params is not None:
@@ -286,7 +287,7 @@ def _add_unmanaged_grads(
     handles: Sequence[FlatParamHandle],
     wanted: Container[int] | None,
 ) -> None:
-    """Add the gradients of the parameters that no unit manages."""
+    """Add the gradients of parameters that no unit manages."""
     managed: set[int] = set()
     for handle in handles:
         managed.add(id(handle.flat_param))
@@ -301,10 +302,10 @@ def _add_unmanaged_grads(
 def _total_norm(
     root: ShardedModule, sharded: GradsByGroups, whole: GradsByGroups, norm_type: float, dtype: torch.dtype
 ) -> Tensor:
-    """Norm over all ranks; ``whole`` gradients are the same everywhere and count once."""
+    """Return the norm over all ranks; ``whole`` gradients are equal on all ranks and count once."""
     total_norm = _norm(sharded, norm_type, dtype, root.compute_device)
     whole_norm = _norm(whole, norm_type, dtype, root.compute_device)
-    # Merged before a maximum and after a sum: added before, it would count world_size times.
+    # Add the norm of full gradients after the sum: before it, they would count world_size times.
     if norm_type == math.inf:
         total_norm = torch.maximum(total_norm, whole_norm)
         _all_reduce(total_norm, dist.ReduceOp.MAX, root.process_group)
@@ -317,7 +318,7 @@ def _total_norm(
 
 
 def _norm(grads: GradsByGroups, norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Norm of ``grads`` over the tensor parallel ranks; those that every such rank has count once."""
+    """Return the norm of ``grads`` over the tensor parallel ranks; replicated gradients count once."""
     total_norm = _local_norm(grads[()], norm_type, dtype, device)
     is_max = norm_type == math.inf
     for groups, parts in grads.items():
@@ -338,25 +339,29 @@ def _all_reduce(norm: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGr
 
 
 def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Norm of ``grads`` as one vector, as the norm of the norms, with the bits of ``torch.linalg.vector_norm``; a fresh
-    zero where there are none."""
+    """Return the norm of ``grads`` as one vector, bitwise equal to the norm of ``vector_norm`` results.
+
+    Zero without gradients.
+    """
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)
     is_on_cpu = grads[0].device.type == "cpu"
-    if norm_type == math.inf and is_on_cpu:  # a maximum has no order, and vector_norm is slow to find it
+    if norm_type == math.inf and is_on_cpu:  # vector_norm is slow for a maximum
         bounds = torch.stack([bound for grad in grads for bound in torch.aminmax(grad)])
         norms: Tensor = torch.linalg.vector_norm(bounds.view(-1, 2), norm_type, dim=1, dtype=dtype)
     elif norm_type == math.inf or is_on_cpu:
         norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype))
-    else:  # of several tensors at once CUDA adds the elements up in another order
+    else:  # _foreach_norm sums in another order on CUDA
         norms = torch.stack([torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in grads])
     total: Tensor = torch.linalg.vector_norm(norms, norm_type, dtype=dtype)
     return total.to(device=device)
 
 
 def scale(grads: list[Tensor], coefficient: Tensor) -> None:
-    """Multiply without looking at the coefficient: 1 changes nothing, and asking would wait for the
-    device."""
+    """Multiply ``grads`` by ``coefficient`` in place.
+
+    Unconditional: a factor of 1 is harmless, and reading the coefficient would synchronize with the device.
+    """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         groups.setdefault((grad.device, grad.dtype), []).append(grad)

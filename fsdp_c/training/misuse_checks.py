@@ -1,7 +1,8 @@
-"""Mistakes of scripts that would train wrong without a word, and errors that do not name a mistake: this module does.
+"""Checks for silent mistakes in scripts, and hints for errors that do not name the mistake.
 
-A step costs nothing for it: the checks run in the first backward, and the first after something was registered, in an
-optimizer's first step and in the second forward. Errors are explained once they are raised."""
+Steps have no overhead: the checks run in the first backward, in the first backward after a registration, in
+an optimizer's first step, and in the second forward. Hints are added when errors are raised.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ from fsdp_c.training import replacements
 _AVERAGE = (
     "param.register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad, dist.ReduceOp.AVG))"
 )
-_checked: weakref.WeakSet[ShardedModule] = weakref.WeakSet()  # roots, since something was registered in them
+_checked: weakref.WeakSet[ShardedModule] = weakref.WeakSet()  # roots checked since the last registration
 _roots: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()
-_unstepped: weakref.WeakSet[ShardedModule] = weakref.WeakSet()  # roots
+_unstepped: weakref.WeakSet[ShardedModule] = weakref.WeakSet()  # roots whose optimizer has not stepped
 _step_hooks: list[RemovableHandle] = []
 
 
 def watch(root: ShardedModule) -> None:
-    """Have the next backward of ``root``, which is initialised, and the first step of its optimizer checked."""
+    """Schedule checks of the next backward of ``root`` (initialized), and of the first step of its optimizer."""
     _watch_registrations()
     replacements.put()
     _check_next_backward(root)
@@ -57,7 +58,7 @@ def _watch_registrations() -> None:
 
 def _registered(module: nn.Module, name: str, added: nn.Module | nn.Parameter | None) -> None:
     if not (isinstance(added, nn.Parameter) and is_flattened(added)):
-        with contextlib.suppress(TypeError):  # a module may have no hash
+        with contextlib.suppress(TypeError):  # unhashable module
             if (reference := _roots.get(module)) is not None and (root := reference()) is not None:
                 _checked.discard(root)
                 _check_next_backward(root)
@@ -76,8 +77,11 @@ def _place(unit: ShardedModule) -> str:
 
 
 def check_backward(root: ShardedModule) -> None:
-    """Look for parameters in no unit that got gradients, which no hook averages: they were registered after wrapping,
-    or are ignored. The runtime in C calls it at the end of an ``unchecked`` backward."""
+    """Raise or warn if parameters outside of units got gradients, because no hook averages them.
+
+    Such parameters were registered after wrapping, or are ignored. Called by the runtime in C at the end of
+    an ``unchecked`` backward.
+    """
     if _step_hooks and not _unstepped:
         _step_hooks.pop().remove()
     units = units_of(root)
@@ -122,7 +126,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
         known = [param() for unit in units for param in unit._whole._params_before]
         if found := params.keys() & own:
             _unstepped.discard(root)
-            _check_next_backward(root)  # the check removes the step hook
+            _check_next_backward(root)  # its check removes the step hook
             low = [params[one].dtype for one in found if params[one].dtype in (torch.bfloat16, torch.float16)]
             if low and kind.__module__.startswith("torch.optim."):
                 warnings.warn(
@@ -140,7 +144,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
 
 
 def warn_of_units_without_gradient(root: ShardedModule, names: list[str]) -> None:
-    """The runtime in C calls it once, in a forward after a backward that came to none of these units."""
+    """Warn about units without gradients. Called once by the runtime in C, in the next forward."""
     warnings.warn(
         f"{_place(root)}: no gradient has come to the units {first_names(names)}, which have trainable parameters and "
         "ran in training mode: the loss does not depend on their outputs, these were detached, or no input of a "
@@ -151,18 +155,18 @@ def warn_of_units_without_gradient(root: ShardedModule, names: list[str]) -> Non
     )
 
 
-# ----------------------------------------------------------------- explanations of errors on shards
+# ----------------------------------------------------------------- hints for errors on shards
 
-# messages of kernels on 1-D parts, and on parameters whose storage is freed
+# kernel messages for 1-D shards and for freed parameter storage
 _OF_SHARDS = re.compile(
     "1-D tensor|must be 2-D|same shape as|three dimensions|storage of size 0|not gathered"
 )
-# messages of optimizers on shards, and on a list of the 2-D parameters among them
+# optimizer messages for shards, and for an empty list of 2-D parameters
 _OF_2D_PARAMS = re.compile("2D parameters|empty parameter list")
 
 
 def explaining(unit: ShardedModule, method: types.MethodType) -> types.MethodType:
-    """``method`` of a wrapped module, with errors on shards that say that it is no forward."""
+    """Return ``method`` of a wrapped module, with a hint added to errors on sharded parameters."""
 
     @functools.wraps(method.__func__)
     def explained(*args: Any, **kwargs: Any) -> Any:
@@ -182,7 +186,7 @@ def explaining(unit: ShardedModule, method: types.MethodType) -> types.MethodTyp
 
 
 def explain_in_forward(error: BaseException, unit: ShardedModule) -> None:
-    """Explain an exception of the unit's forward; the runtime in C calls it."""
+    """Add a hint to an exception of the unit's forward. Called by the runtime in C."""
     inner = [one for one in units_of(unit) if one not in parts_of(unit)]
     names = [one._handle.name for one in inner if one._handle is not None and one._handle.shows_sharded]
     line = (
@@ -196,7 +200,7 @@ def explain_in_forward(error: BaseException, unit: ShardedModule) -> None:
 
 
 def _add(error: BaseException, line: str, units: list[ShardedModule]) -> None:
-    """Add ``line`` to a message on shards that has no such line, if one of ``units`` shows shards."""
+    """Append ``line`` to an error about shards, if one of ``units`` is sharded and no hint was added yet."""
     is_of_shards = _OF_SHARDS.search(str(error)) and "sharded now" not in str(error)
     are_sharded = any(unit._handle is not None and unit._handle.shows_sharded for unit in units)
     if is_of_shards and are_sharded and len(error.args) == 1:
@@ -205,7 +209,7 @@ def _add(error: BaseException, line: str, units: list[ShardedModule]) -> None:
 
 @functools.cache
 def explain_optimizers() -> None:
-    """From now on optimizers that refuse shards for their shape name WholeParameters."""
+    """Make constructors of optimizers that reject shards for their shape mention WholeParameters."""
     for kind in (torch.optim.Optimizer, torch.optim.Muon):
         kind.__init__ = _explaining_init(kind.__init__)  # type: ignore[method-assign]
 

@@ -1,4 +1,6 @@
-"""Optimizer pre-step hook: reshard units that a forward left unsharded, as the optimizer needs shards."""
+"""Optimizer pre-step hook: reshards units that a forward left unsharded, because the optimizer updates
+shards.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ _roots: weakref.WeakKeyDictionary[ShardedModule, None] = weakref.WeakKeyDictiona
 
 
 def watch(root: ShardedModule) -> None:
-    """Have the units of ``root`` show sharded parameters from an optimizer's step on.
+    """Expose sharded parameters of ``root`` from an optimizer's step on.
 
-    The step changes the shards, and unsharded parameters that a forward has left are copies of them: later writes to
-    ``parameters()`` must reach the shards. Earlier writes are copied to the shards first.
+    The step updates the shards. Unsharded parameters kept after a forward are copies of them, and later
+    writes to ``parameters()`` must reach the shards. Earlier writes are copied to the shards first.
     """
     if any(
         unit._use_orig_params and unit.sharding_strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES

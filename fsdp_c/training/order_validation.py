@@ -1,7 +1,8 @@
-"""Validation of the order in which units run, under TORCH_DISTRIBUTED_DEBUG=DETAIL alone.
+"""Validation of the execution order, under TORCH_DISTRIBUTED_DEBUG=DETAIL only.
 
-Ranks that run other units than each other hang in an all-gather, or mix up parameters. In the first iteration
-every unit is compared across ranks before its all-gather; later iterations are compared with the first.
+Ranks that run different units hang in an all-gather or exchange wrong parameters. In the first iteration,
+each unit is compared across ranks before its all-gather. Later iterations are compared with the first,
+locally.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ __all__ = ["OrderValidation"]
 
 
 class OrderValidation:
-    """Called by the runtime with the index of a unit in training mode, before the unit's all-gather.
+    """Checks the order of units: the runtime calls it with a unit's index before the all-gather, in training
+    mode.
 
-    Collective over ``group`` in the first iteration. Raises RuntimeError where ranks are about to gather
-    different units. Warns once, with UserWarning, where a later iteration deviates from the first.
+    Collective over ``group`` in the first iteration. Raises RuntimeError if ranks are about to all-gather
+    different units. Warns once (UserWarning) if a later iteration deviates from the first.
     """
 
     def __init__(
         self, names: Sequence[Sequence[str]], group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """``names`` are those of each unit's parameters; ``device`` holds the tensors that are compared."""
+        """``names`` are the FQNs of each unit's parameters; ``device`` is for the compared tensors."""
         self._names, self._device = names, device
         self._rank, self._world_size = group.rank(), group.size()
-        # the unit keeps the group, and drops it before the interpreter ends
+        # weak: the unit owns the group and must be able to free it before finalization
         self._group = weakref.ref(group)
         self._first: list[int] = []
         self._iteration = self._position = 0
@@ -56,7 +58,7 @@ class OrderValidation:
         )
 
     def _compare_ranks(self, unit: int) -> None:
-        self._gather(1)  # torch sends the number of units first: programs that count collectives find as many
+        self._gather(1)  # FSDP1 sends the number of units first: keep the number of collectives equal
         first, *others = self._gather(unit)
         for rank, other in enumerate(others, 1):
             if other != first:
@@ -67,7 +69,7 @@ class OrderValidation:
                 )
 
     def _gather(self, value: int) -> list[int]:
-        """The value of each rank: 0 everywhere where a replaced all-gather fills nothing."""
+        """All-gather ``value``. Returns zeros if a monkey-patched all-gather writes nothing."""
         own = torch.full((1,), value, device=self._device)
         everyone = own.new_zeros(self._world_size)
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,8 +1,8 @@
-"""Functions of torch that see this rank's part alone: fsdp_c/training/replacements.py puts these in their places.
+"""Replacements for torch functions that see only this rank's shards; installed by training/replacements.py.
 
-Total norms and the overflow check of GradScaler see this rank's gradients. Once ``reduces_over_ranks`` is True, which
-install() sets, they give the results of the whole model; before that each warns once per model or optimizer.
-Errors of ``torch.autograd.grad`` on parameters that no graph has say what to pass instead.
+Total norms and GradScaler's overflow check see only this rank's gradients. With ``reduces_over_ranks``, set
+by install(), the replacements return results for the whole model; otherwise they warn once per model or
+optimizer. ``torch.autograd.grad`` errors about unused parameters get a hint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ torchs_get_total_norm = utils.get_total_norm
 torchs_unscale_grads_ = GradScaler._unscale_grads_
 torchs_run_backward = torch.autograd._engine_run_backward
 reduces_over_ranks = False
-_warned: weakref.WeakSet[object] = weakref.WeakSet()  # optimizers and roots
+_warned: weakref.WeakSet[object] = weakref.WeakSet()  # optimizers and roots with a warning
 
 
 def _warn_once(key: object, unit: ShardedModule, message: str, stacklevel: int) -> None:
@@ -46,7 +46,7 @@ def _warn_once(key: object, unit: ShardedModule, message: str, stacklevel: int) 
 def total_norm(
     tensors: list[Tensor], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> Tensor:
-    """The norm of ``tensors``, over all ranks where they are sharded gradients."""
+    """Return the norm of ``tensors``, over all ranks for sharded gradients."""
     owners = grad_clipping.owners_of(tensors)
     if owners and reduces_over_ranks:
         return grad_clipping.total_norm_of(owners, tensors, float(norm_type), error_if_nonfinite)
@@ -57,7 +57,7 @@ def total_norm(
             "torch.nn.utils.clip_grad_norm_ and get_total_norm take the norm of this rank's shards alone, so that "
             "each rank clips by another. Call model.clip_grad_norm_(max_norm), or fsdp_c.install() first, under "
             "which torch's are right.",
-            stacklevel=6,  # the caller of clip_grad_norm_
+            stacklevel=6,  # caller of clip_grad_norm_
         )
     return torchs_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
 
@@ -69,7 +69,7 @@ def _fake_total_norm(
     return tensors[0].new_empty((), dtype=dtype)
 
 
-if not hasattr(torch.ops.fsdp_c, "total_norm"):  # a second import finds that of the first
+if not hasattr(torch.ops.fsdp_c, "total_norm"):  # already defined by an earlier import
     _library = torch.library.Library("fsdp_c", "FRAGMENT")
     _library.define(
         "total_norm(Tensor[] tensors, Scalar norm_type, bool error_if_nonfinite, bool? foreach) -> Tensor"
@@ -78,7 +78,7 @@ if not hasattr(torch.ops.fsdp_c, "total_norm"):  # a second import finds that of
     _library.impl("total_norm", _fake_total_norm, "Meta")
 
 
-# ----------------------------------------------------------------- the overflow check of GradScaler
+# ----------------------------------------------------------------- GradScaler's overflow check
 
 
 @functools.wraps(torchs_unscale_grads_)
@@ -89,7 +89,7 @@ def unscale_grads_(
     found_inf: Tensor,
     allow_fp16: bool,
 ) -> dict[torch.device, Tensor]:
-    """Unscale this rank's gradients; returns per device whether any rank found one that is not finite."""
+    """Unscale this rank's gradients. Return per device a nonzero tensor if any rank found inf or NaN."""
     units = _sharded_units(optimizer)
     found = torchs_unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16)
     if units and reduces_over_ranks:
@@ -102,7 +102,7 @@ def unscale_grads_(
             f"{type(self).__name__} looks for inf and NaN in this rank's shards alone, so that ranks skip other "
             f"steps of {type(optimizer).__name__} and get other scales. Use fsdp_c.ShardedGradScaler, or call "
             "fsdp_c.install() first, under which torch's is right.",
-            stacklevel=5,  # the caller of step()
+            stacklevel=5,  # caller of step()
         )
     return found
 
@@ -110,7 +110,7 @@ def unscale_grads_(
 def reduce_found_inf(
     found: dict[torch.device, Tensor], device: torch.device, groups: Sequence[dist.ProcessGroup | None]
 ) -> None:
-    """Add up the findings of all devices and of all ranks of ``groups``, in place, on ``device``."""
+    """Sum ``found`` over its devices and all ranks of ``groups``, in place. Collective, on ``device``."""
     total = torch.stack([one.to(device) for one in found.values()]).sum()
     for group in groups:
         dist.all_reduce(total, group=group)
@@ -119,7 +119,7 @@ def reduce_found_inf(
 
 
 def _sharded_units(optimizer: torch.optim.Optimizer) -> list[ShardedModule]:
-    """The units with parameters of ``optimizer`` of which each rank has a part."""
+    """Return the units with sharded parameters in ``optimizer``."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not any(map(is_flattened, params)):
         return []
@@ -134,7 +134,7 @@ def _sharded_units(optimizer: torch.optim.Optimizer) -> list[ShardedModule]:
 
 
 def _groups(units: Sequence[ShardedModule]) -> list[dist.ProcessGroup]:
-    """All groups over whose ranks the parameters of ``units`` are sharded or replicated."""
+    """Return all groups that shard or replicate the parameters of ``units``."""
     groups: list[dist.ProcessGroup | None] = []
     for unit in units:
         assert unit._handle is not None
@@ -149,7 +149,10 @@ def _groups(units: Sequence[ShardedModule]) -> list[dist.ProcessGroup]:
 
 @functools.wraps(torchs_run_backward)
 def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """The function that ``torch.autograd.grad`` calls. That itself stays: torch.compile knows it by its identity."""
+    """Call torch's backward; extend its error about unused inputs.
+
+    ``torch.autograd.grad`` itself is not replaced: torch.compile compares it by identity.
+    """
     try:
         return torchs_run_backward(outputs, *args, **kwargs)
     except RuntimeError as error:

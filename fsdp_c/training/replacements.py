@@ -1,7 +1,8 @@
-"""Replacements of torch's functions, from the first step of a unit on or from install().
+"""Replacements for torch functions, active from a unit's first step or install() on.
 
-torch.compile traces this module, unlike the rest of fsdp_c (fsdp_c/sharding/compiling.py): a function that clips the
-gradients of a plain module compiles as without units. Clipping those of units breaks its graph.
+Unlike the rest of fsdp_c, this module is traced by torch.compile (see fsdp_c/sharding/compiling.py): a
+function that clips gradients of a plain module compiles as without fsdp_c. Clipping gradients of units causes
+a graph break.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """torch's takes the norm of this rank's shards alone; ours, under install(), that of all ranks, which call it."""
+    """Clip as torch's function does, by the total norm over all ranks after install().
+
+    Collective for sharded gradients. torch's function uses the norm of this rank's shards.
+    """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for param in params:
         if getattr(param, "_fsdp_flattened", False):
@@ -47,9 +51,9 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """The norm of ``tensors``, over all ranks where they are sharded gradients. torch's clip_grad_norm_ calls it."""
+    """Return the norm of ``tensors``, over all ranks for sharded gradients after install()."""
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    # the owners of the gradients are known when the compiled function runs
+    # Owners of the gradients are looked up when the compiled function runs, not while tracing.
     if torch.compiler.is_compiling() and tensors and all(type(one) is Tensor for one in tensors):
         norm: Tensor = torch.ops.fsdp_c.total_norm(tensors, norm_type, error_if_nonfinite, foreach)
         return norm

@@ -1,4 +1,4 @@
-"""Inputs and outputs that are more than plain tensors: the cold paths of a forward, called from C."""
+"""Nested inputs and outputs of a forward: the slow path, called from C for anything but plain tensors."""
 
 import copy
 import dataclasses
@@ -19,7 +19,7 @@ from fsdp_c.compat import upstream
 
 
 def _map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with ``fn`` applied to its tensors; containers without a changed one stay themselves."""
+    """Apply ``fn`` to all tensors in ``value``. Containers without a changed tensor are returned as is."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, PackedSequence):
@@ -45,7 +45,7 @@ def _mapped_mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
     changed = {key: new for key, old in value.items() if (new := _map(fn, old)) is not old}
     if not changed:
         return value
-    result = copy.copy(value)  # the same class and attributes
+    result = copy.copy(value)  # keeps class and attributes
     for key, new in changed.items():
         result[key] = new
     return result
@@ -54,10 +54,10 @@ def _mapped_mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
 def convert_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None, dtype: torch.dtype | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move every tensor to ``device`` and cast floating ones to ``dtype``; None leaves that as it is.
+    """Move all tensors to ``device`` and cast floating-point ones to ``dtype``. None keeps device or dtype.
 
-    Where torch does so, lists and dicts become the module's own: what it does to them, the caller's do not
-    show.
+    Lists and dicts are copied where torch copies them: the caller's containers do not see the module's
+    changes.
     """
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def convert_inputs(
 
 
 def _with_own_containers(value: Any, empty_ones: bool) -> Any:
-    """``value`` with copies of its lists and dicts, and within; empty ones stay unless wanted."""
+    """Return ``value`` with its nested lists and dicts copied; empty ones only if ``empty_ones``."""
     if isinstance(value, tuple) and not isinstance(value, PackedSequence):
         items = tuple(_with_own_containers(item, empty_ones) for item in value)
         return _rebuilt(
@@ -92,11 +92,11 @@ def _with_own_containers(value: Any, empty_ones: bool) -> Any:
 
 
 def tensors_of(output: object) -> list[torch.Tensor]:
-    """All tensors in ``output`` that require grad, each once.
+    """Return all tensors in ``output`` that require grad, each once.
 
-    Looks into containers, dataclasses, PackedSequences and registered pytrees, into iterators, generators,
-    methods, partials and closures, and into the attributes of objects of any other class: a tensor that is
-    not found here is computed with parameters that are freed before its backward.
+    Searches containers, dataclasses, PackedSequences, registered pytrees, iterators, generators, methods,
+    partials, closures, and the attributes of other objects. A missed tensor would not trigger the unshard
+    before its backward.
     """
     found: dict[int, torch.Tensor] = {}
     _search(output, found, set(), _ATTRIBUTE_DEPTH)
@@ -120,7 +120,7 @@ _OPAQUE = (
 )
 
 
-# Objects that are called or iterated later: the objects that they will compute with.
+# callables and generators -> the objects that they hold and may compute with later
 _HELD: dict[type, Callable[[Any], Iterable[object]]] = {
     functools.partial: lambda partial: (partial.func, *partial.args, *partial.keywords.values()),
     types.MethodType: lambda method: (method.__self__,),
@@ -135,7 +135,7 @@ _HELD: dict[type, Callable[[Any], Iterable[object]]] = {
 def _is_set(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:  # a name that is assigned later
+    except ValueError:  # unassigned closure variable
         return False
 
 
@@ -156,7 +156,7 @@ def _search(value: object, found: dict[int, torch.Tensor], seen: set[int], depth
 
 
 def _children(value: object) -> tuple[Iterable[object], bool]:
-    """The objects in ``value``, and True if it is a container rather than some object with attributes."""
+    """Return the objects in ``value``, and True for a container, False for an object with attributes."""
     if held := _HELD.get(type(value)):
         return held(value), True
     if isinstance(value, Mapping):
@@ -164,7 +164,7 @@ def _children(value: object) -> tuple[Iterable[object], bool]:
     if isinstance(value, tuple | list | set | frozenset):
         return value, True
     if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
-        # Python's own iterators: to iterate would consume their values
+        # built-in iterator: iterating would consume it
         return gc.get_referents(value), True
     leaves = pytree.tree_leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:
@@ -178,6 +178,6 @@ def _children(value: object) -> tuple[Iterable[object], bool]:
 def hook_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[], None]
 ) -> RemovableHandle | None:
-    """Call ``hook`` once all inputs that require grad have gradients. Returns a removable handle, or None."""
+    """Call ``hook`` once all inputs that require grad have gradients. Return a removable handle, or None."""
     tensors = tensors_of((args, kwargs))
     return register_multi_grad_hook(tensors, lambda _: hook()) if tensors else None

@@ -1,4 +1,4 @@
-"""Showing full parameters outside the step: ``summon_full_params``."""
+"""Unsharded parameters outside of steps: ``summon_full_params``."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Show whole parameters of units in ``module``, in their own dtype and names, in a context.
+    """Expose full parameters of units in ``module``, in their original dtype, in a context.
 
-    Collective on entry. Inside, forwards use the shown parameters and gather nothing; they run under
-    ``torch.no_grad()``, and no backward may. On exit this rank's part of edits is kept,
-    unless ``writeback`` is False. With ``rank0_only`` (and then ``writeback=False``) the other ranks see
-    their shards; ``offload_to_cpu`` shows copies in CPU memory; ``with_grads`` shows whole gradients,
-    with use_orig_params only.
+    Collective on entry. Inside, forwards use the exposed parameters without an all-gather, under
+    ``torch.no_grad()``; backwards are not allowed. At exit edits to this rank's shard are kept, unless
+    ``writeback`` is False. With ``rank0_only`` (and ``writeback=False``) the other ranks see their shards.
+    ``offload_to_cpu`` exposes copies in CPU memory. ``with_grads`` exposes full gradients (use_orig_params
+    only).
 
-    Raises AssertionError inside a forward, a backward or another ``summon_full_params``,
+    Raises AssertionError inside a forward, a backward or another ``summon_full_params``. Raises
     NotImplementedError for ``writeback`` with ``rank0_only``, ``offload_to_cpu`` under NO_SHARD, and
     ``with_grads`` without use_orig_params or with ``offload_to_cpu``.
     """
@@ -68,7 +68,7 @@ def summon_full_params(
 
 
 def _idle_holders_around(fsdp_modules: list[ShardedModule]) -> list[ShardedModule]:
-    """The units around these that hold parameters of theirs, unless those are shown already."""
+    """Return enclosing units that own parameters of ``fsdp_modules``, except summoned ones."""
     members = set(fsdp_modules)
     found: dict[ShardedModule, None] = {}
     for fsdp_module in fsdp_modules:
@@ -80,7 +80,7 @@ def _idle_holders_around(fsdp_modules: list[ShardedModule]) -> list[ShardedModul
 def _check_arguments(
     fsdp_module: ShardedModule, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
 ) -> None:
-    """Refuse before the first collective what cannot be done."""
+    """Raise for unsupported arguments, before the first collective."""
     use_orig_params = fsdp_module._use_orig_params
     if with_grads and (offload_to_cpu or not use_orig_params):
         raise NotImplementedError(
@@ -130,9 +130,9 @@ def _place(fsdp_module: ShardedModule) -> str:
 
 
 def check_idle(fsdp_module: ShardedModule, summoned: bool = True) -> None:
-    """AssertionError unless the unit's handle may be unsharded by hand, or is, if ``summoned`` allows it.
+    """Raise AssertionError unless the unit's handle is idle, or summoned if ``summoned``.
 
-    What a backward that raised has left is dropped first.
+    Recovers from a failed backward first.
     """
     if fsdp_module._unit.runtime is not None:
         fsdp_module._unit.runtime.recover()
@@ -156,7 +156,7 @@ def check_idle(fsdp_module: ShardedModule, summoned: bool = True) -> None:
 def _summon_unit(
     fsdp_module: ShardedModule, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
 ) -> Iterator[None]:
-    """One unit's part of ``summon_full_params``."""
+    """Summon one unit."""
     common.synchronize(fsdp_module.compute_device)
     handle = fsdp_module._handle
     if handle is None:
@@ -173,7 +173,7 @@ def _summon_unit(
         with collective_errors.gathering(handle):
             handle.summon_enter(writeback)
         if with_grads:
-            # after summon_exit, as gradients follow parameters
+            # pushed first, runs after summon_exit: gradients follow parameters
             stack.callback(handle.summon_grads_exit, writeback)
         stack.callback(handle.summon_exit)
         if with_grads:
@@ -184,7 +184,7 @@ def _summon_unit(
             if with_grads:
                 handle.summon_grads_exit(False)
         else:
-            # Full parameters of a CPU device already are what offloading promises: no second copy.
+            # On the CPU the full parameters are offloaded already: no copy.
             if offload_to_cpu and fsdp_module.compute_device.type != "cpu":
                 stack.enter_context(_offloaded(handle, writeback))
         yield
@@ -192,7 +192,7 @@ def _summon_unit(
 
 @contextlib.contextmanager
 def _offloaded(handle: FlatParamHandle, writeback: bool) -> Iterator[None]:
-    """Inside summon: show copies in CPU memory and free the unsharded parameters; at exit copy edits back."""
+    """Expose copies in CPU memory and free the unsharded parameters; copy edits back at exit."""
     params = common.managed_params(handle)
     copies: dict[int, nn.Parameter] = {}
     shown = []
@@ -208,8 +208,7 @@ def _offloaded(handle: FlatParamHandle, writeback: bool) -> Iterator[None]:
         yield
     if not writeback:
         return
-    # The gathered parameters were freed: gather again, inside a summon of its own, to write the edits into
-    # them.
+    # The unsharded parameters were freed. Summon again to write the edits back.
     handle.summon_exit()
     with collective_errors.gathering(handle):
         handle.summon_enter(True)
