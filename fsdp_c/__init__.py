@@ -1,4 +1,4 @@
-"""PyTorch's FullyShardedDataParallel (FSDP1), its runtime in C: the names of torch.distributed.fsdp."""
+"""PyTorch's FullyShardedDataParallel (FSDP1) with its runtime in C: the API of torch.distributed.fsdp."""
 
 __version__ = "0.1.0"
 
@@ -16,7 +16,7 @@ if importlib.util.find_spec("fsdp_c._C") is None:
         "found"
     )
 
-from fsdp_c import _C  # noqa: F401  # its ImportError says what is missing
+from fsdp_c import _C  # noqa: F401  # raises an ImportError that names missing symbols
 from fsdp_c import operator_kernels as operator_kernels
 from fsdp_c import wrap as wrap
 from fsdp_c.api import (
@@ -67,13 +67,13 @@ __all__ = [
     "StateDictType",
 ]
 
-_BESIDE_TORCHS = (  # what users use besides; submodules from their first use on
+_BESIDE_TORCHS = (  # further public names; submodules appear after their first use
     "FlatParameter ShardedGradScaler register_forward_method iter_full_params install is_installed uninstall "
     "optional summary api checkpoint optim wrap"
 ).split()
 
 _HELPERS = ("_common_utils", "_fsdp_extensions", "_shard_utils", "_wrap_utils")
-_ALIASES = {  # second names of modules, which libraries, pickles and programs use
+_ALIASES = {  # FSDP1's module names, for libraries and pickles
     "_flat_param": _flat_param,
     "_init_utils": _init_utils,
     "_runtime_utils": _runtime_utils,

@@ -1,4 +1,4 @@
-"""python -m fsdp_c"""
+"""Entry point of ``python -m fsdp_c``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Enums and configuration dataclasses: torch's own, so that users' objects are equal from either package."""
+"""Enums and configuration dataclasses: torch's own objects, interchangeable between both packages."""
 
 from fsdp_c.compat.upstream import (
     HYBRID_SHARDING_STRATEGIES,

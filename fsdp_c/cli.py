@@ -1,4 +1,4 @@
-"""python -m fsdp_c: run a script with fsdp_c in the place of torch's FSDP1, or say what is installed."""
+"""python -m fsdp_c: run a script with fsdp_c in place of torch's FSDP1, or inspect this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ A SCRIPT in the place of the command is run. What follows SCRIPT or MODULE is pa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status. SystemExit with status 2 for arguments that are not understood."""
+    """Run the command line; return the exit status. Raises SystemExit with status 2 for invalid arguments."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in COMMANDS:
         return COMMANDS[argv[0]](argv[1:])
@@ -48,7 +48,7 @@ def _parser(
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a script or a module. Its exceptions propagate."""
+    """Run a script or module; return 0. Exceptions of the script propagate."""
     parser = _parser("run", "Run a script unmodified, with fsdp_c in the place of torch's FSDP1.")
     parser.usage = "%(prog)s [--split-frozen] SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
     parser.add_argument(SPLIT_FROZEN, action="store_true", help="keep frozen parameters apart")
@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         start(args.module or args.script, list(argv[own:]), args.split_frozen)
     except (FileNotFoundError, ModuleNotFoundError) as error:
-        if installation.is_installed():  # the script has started: the error is its own
+        if installation.is_installed():  # raised by the script, not by its lookup
             raise
         parser.error(str(error))
     return 0
@@ -77,12 +77,12 @@ def env(argv: Sequence[str]) -> int:
 
 
 def selftest(argv: Sequence[str]) -> int:
-    """Try fsdp_c on this rank of torchrun or on ranks started here. 1 if anything failed."""
+    """Run the self-test on this rank of torchrun, or on ranks started here. Return 1 for any failure."""
     parser = _parser("selftest", "Try fsdp_c on this machine, beside torch's FSDP1.")
     parser.add_argument("--device", metavar="TYPE", help="cuda or cpu (default: the accelerator, if any)")
     parser.add_argument("--width", type=int, default=512, metavar="N", help="of the model (%(default)s)")
     args = parser.parse_args(argv)
-    from fsdp_c import selftest  # imports optimizers and checkpoints
+    from fsdp_c import selftest  # lazy: imports optimizers and checkpoints
 
     return selftest.main(args.device, args.width)
 

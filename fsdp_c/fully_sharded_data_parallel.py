@@ -1,4 +1,4 @@
-"""The public class: checks arguments, builds one flat parameter, hands every step to the unit in C."""
+"""The public class: checks arguments and builds flat parameters. Steps run in the unit in C."""
 
 import contextlib
 import logging
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_c import _C, api
-from fsdp_c.api import *  # noqa: F403  # torch has them here as well
+from fsdp_c.api import *  # noqa: F403  # re-exported, as in torch
 from fsdp_c.api import (
     HYBRID_SHARDING_STRATEGIES,
     BackwardPrefetch,
@@ -87,61 +87,63 @@ _HOMOGENEOUS_SETTINGS = ("_use_orig_params", "limit_all_gathers", "_use_full_pre
 
 
 class UnshardWork:
-    """An all-gather that ``_unshard(async_op=True)`` has started."""
+    """Handle of an all-gather started by ``_unshard(async_op=True)``."""
 
     def __init__(self, unit: _C.Unit) -> None:
         self._unit: _C.Unit | None = unit
 
     def wait(self) -> None:
-        """Wait for the parameters; once is enough."""
+        """Make the current stream wait for the parameters. Further calls have no effect."""
         if self._unit is not None:
             self._unit.wait_unsharded()
             self._unit = None
 
 
 class FullyShardedDataParallel(UnitNames):
-    """Wraps ``module`` and shards its parameters, gradients and so the optimizer's state over ranks.
+    """Wraps ``module`` and shards its parameters, gradients and optimizer state over ranks.
 
-    The parameters that no inner unit owns are flattened into one 1-D parameter, of which each rank keeps the
-    same share. A forward gathers the whole, computes and frees it; a backward gathers it again and leaves
-    each rank the average gradient of its own share. ``module`` is changed in place. Build the optimizer after
-    wrapping, over ``parameters()`` of the result.
+    Parameters that no inner unit owns are flattened into a 1-D flat parameter, sharded evenly over the
+    ranks. The forward unshards it, computes and reshards; the backward unshards it again, and leaves each
+    rank the averaged gradient of its shard. ``module`` is modified in place. Create the optimizer after
+    wrapping, with ``parameters()`` of the result.
 
-    Construction, forward, backward and methods that say so are collective, in one order on all ranks.
+    Construction, forward, backward, and methods documented as collective must run in the same order on all
+    ranks.
 
     Args:
-        module: the module to wrap; its parameters are floating and of one dtype, and without
-            ``use_orig_params`` all frozen or all trainable.
-        process_group: the group to shard over, by default all ranks; for a hybrid strategy a pair (shard
-            group, replicate group).
-        sharding_strategy: FULL_SHARD by default; NO_SHARD is what a group of one rank gets.
-        cpu_offload: keeps shards and their gradients in CPU memory, where the optimizer then runs.
-        auto_wrap_policy: which submodules become units of their own, with the same arguments: a policy object
-            of ``fsdp_c.wrap``, or a callable ``(module, recurse, nonwrapped_numel) -> bool``.
-        backward_prefetch: gather the next unit before this one's gradients are computed (BACKWARD_PRE), after
-            it (BACKWARD_POST), or not ahead of time (None).
+        module: module to wrap. Parameters of different dtypes, or (without ``use_orig_params``) frozen and
+            trainable ones, get separate flat parameters.
+        process_group: group to shard over (default: all ranks); for hybrid strategies a pair (shard group,
+            replicate group).
+        sharding_strategy: FULL_SHARD by default; always NO_SHARD in a group of one rank.
+        cpu_offload: keep shards and their gradients in CPU memory, where the optimizer runs too.
+        auto_wrap_policy: selects submodules that become units, with the same arguments: a policy object of
+            ``fsdp_c.wrap``, or a callable ``(module, recurse, nonwrapped_numel) -> bool``.
+        backward_prefetch: prefetch the next unit before this unit's gradient computation (BACKWARD_PRE),
+            after it (BACKWARD_POST), or not at all (None).
         mixed_precision: dtypes of computation, reduction and buffers; shards and checkpoints keep the
-        parameters' own.
-        ignored_modules: modules whose subtrees are left alone. Excludes ``ignored_states``.
-        param_init_fn: called on every submodule of a module on the meta device, to allocate and initialise
-            it; without it ``reset_parameters()`` is called.
-        device_id: the device to move the module to and to compute on. Without it: where the parameters are,
-            else the current accelerator, else the CPU.
+            parameters' dtype.
+        ignored_modules: modules to ignore, with their subtrees. Excludes ``ignored_states``.
+        param_init_fn: called on every submodule if tensors are on the meta device, to allocate and initialize
+            them (default: ``reset_parameters()``).
+        device_id: device to move the module to and to compute on (default: the parameters' device, else the
+            current accelerator, else the CPU).
         sync_module_states: broadcast parameters and buffers from the group's rank 0 first.
-        forward_prefetch: gather the next unit, in the order of the first forward, while this one computes.
-        limit_all_gathers: let the host be at most two gathers ahead of the device.
-        use_orig_params: show the original parameters (as 1-D parts of the shard) instead of the flat one.
-        ignored_states: all modules or all parameters to leave alone.
-        device_mesh: instead of ``process_group``: 1-D to shard over, 2-D (replicate, shard) for a hybrid
+        forward_prefetch: prefetch the next unit, in the order of the first forward, while this one computes.
+        limit_all_gathers: rate limiter: the host runs at most two all-gathers ahead of the device.
+        use_orig_params: expose the original parameters (1-D views of the shard) instead of the flat
+            parameter.
+        ignored_states: modules or parameters to ignore, all of one kind.
+        device_mesh: replaces ``process_group``: 1-D to shard over, 2-D (replicate, shard) for a hybrid
             strategy. With a slice of a larger mesh (``mesh["dp"]``), parameters may be DTensors on another
-            dimension of that (``parallelize_module(module, mesh["tp"], plan)``): their local parts are
-            sharded, and shown as DTensors.
+            dimension of it (``parallelize_module(module, mesh["tp"], plan)``): their local tensors are
+            sharded, and exposed as DTensors.
 
     Raises ValueError for arguments that exclude each other or do not fit the module, RuntimeError for
-    parameters on more than one device. A unit cannot be copied or pickled.
+    parameters on several devices. A unit cannot be copied or pickled.
     """
 
-    _names_from_root: list[str]  # names of parameters, for the log under TORCH_DISTRIBUTED_DEBUG=INFO
+    _names_from_root: list[str]  # FQNs for the log under TORCH_DISTRIBUTED_DEBUG=INFO
 
     def __init__(
         self,
@@ -165,7 +167,7 @@ class FullyShardedDataParallel(UnitNames):
         arguments = dict(locals()) if auto_wrap_policy is not None else {}
         super().__init__()
         check_module(module)
-        if isinstance(sharding_strategy, HandleShardingStrategy):  # torch takes it for groups of one rank
+        if isinstance(sharding_strategy, HandleShardingStrategy):  # accepted by torch for groups of one rank
             sharding_strategy = ShardingStrategy[sharding_strategy.name]
         construction.check_settings(sharding_strategy, mixed_precision, backward_prefetch, cpu_offload)
         construction.check_places(process_group, device_mesh, device_id, param_init_fn)
@@ -225,11 +227,11 @@ class FullyShardedDataParallel(UnitNames):
         )
         construction.note_groups(config)
         self._init_state(config, mixed_precision, cpu_offload, buffer_dtypes)
-        self._exec_order_data = ExecutionOrder()  # lazy initialisation replaces it by the root's
+        self._exec_order_data = ExecutionOrder()  # replaced by the root's at lazy initialization
         self._device_handle = torch.get_device_module(device)
         self._debug_level = dist.get_debug_level()
         self._use_full_prec_in_eval = config.full_precision_in_eval
-        # True once a forward in eval mode has cast buffers back
+        # True after a forward in eval mode cast buffers back
         self._needs_buffer_dtype_restore_check = False
         self._flatten(tree, name, params)
         self._params_before = [weakref.ref(param) for param in before if not construction.is_flattened(param)]
@@ -249,7 +251,7 @@ class FullyShardedDataParallel(UnitNames):
     # ---- construction
 
     def _flatten(self, tree: Subtree, name: str, params: list[nn.Parameter]) -> None:
-        """Make the unit of C over ``params``, with one flat parameter, or with more: a segment for each further."""
+        """Create the unit in C over ``params``, with a segment for each further flat parameter."""
         groups = grouping.groups_of(params, self._use_orig_params)
         handles = []
         for number, group in enumerate(groups):
@@ -257,7 +259,7 @@ class FullyShardedDataParallel(UnitNames):
             handle.name = name
             handle.shard()
             for param, fqn in zip(group, handle.flat_param._fqns, strict=True):
-                param._fsdp_owner = (fqn, name)  # type: ignore[attr-defined]  # for the error of a second owner
+                param._fsdp_owner = (fqn, name)  # type: ignore[attr-defined]  # reported if another unit wraps the parameter
             handles.append(handle)
         self._segments = [Segment(self, number) for number in range(1, len(handles))]
         for segment, handle in zip(self._segments, handles[1:], strict=True):
@@ -268,23 +270,22 @@ class FullyShardedDataParallel(UnitNames):
     # ---- the step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its parameters gathered, and return its result. Collective.
+        """Run the wrapped module with unsharded parameters and return its result. Collective.
 
-        An exception leaves nothing gathered, and goes on. Raises RuntimeError inside this unit's own forward,
-        and inside ``summon_full_params`` with gradients enabled.
+        After an exception all units are resharded, and the exception propagates. Raises RuntimeError inside
+        this unit's own forward, and inside ``summon_full_params`` with gradients enabled.
         """
         return self._unit.forward(self._modules["_fsdp_wrapped_module"], args, kwargs)  # type: ignore[arg-type]  # never None
 
     def _lazy_init(self, alone: bool = False) -> None:
-        """Make this unit the root of its tree unless that has one. The unit in C calls it in a first forward.
+        """Make this unit the root of its tree unless the tree has one. Called by C in the first forward.
 
-        Collective, unless the rank is ``alone`` in calling it: the ranks make sure that they wrap the same
-        model. Raises AssertionError if a unit below is a root already, ValueError or RuntimeError if the
-        units do not fit each other, have moved from their device, or are others than on other ranks.
+        Collective unless ``alone``: ranks check that they wrap the same model. Raises AssertionError if an
+        inner unit is a root already. Raises ValueError or RuntimeError if units do not fit each other, were
+        moved off their device, or differ from other ranks'.
         """
         if self._unit.runtime is None:
-            # tensors that later steps write must not be inference tensors, whatever the first forward runs
-            # under
+            # Avoid inference tensors: later steps write to the tensors created here.
             with torch.inference_mode(False), torch.no_grad():
                 compiling.eager(FullyShardedDataParallel._init_tree)(self, alone)
 
@@ -298,12 +299,12 @@ class FullyShardedDataParallel(UnitNames):
         except (AssertionError, RuntimeError, ValueError) as found:
             if alone:
                 raise
-            error = found  # the other ranks are to hear of it
+            error = found  # raised by agree() after the other ranks were informed
         if not alone:
             agreement.agree(self, modules, error)
         members = [module for _, module in modules]
         buffers.cast_for_computation(members, self.compute_device)
-        for path, module in modules:  # inner units may be bound to another tree
+        for path, module in modules:  # inner units may belong to another runtime
             module._reset_lazy_init()
             if module._handle is not None:
                 module._handle.name = unit_name(module._fsdp_wrapped_module, clean_path(path))
@@ -327,7 +328,9 @@ class FullyShardedDataParallel(UnitNames):
         log_units(self)
 
     def _cast_buffers_for_mode(self) -> None:
-        """The unit in C calls it before a forward of the root, with FSDP_USE_FULL_PREC_IN_EVAL alone."""
+        """Cast buffers for train or eval mode. Called by C under FSDP_USE_FULL_PREC_IN_EVAL, before a root
+        forward.
+        """
         own = self._handle
         handles = [own] if own is not None else self._all_handles
         if any(handle._force_full_precision for handle in handles):
@@ -338,14 +341,14 @@ class FullyShardedDataParallel(UnitNames):
             self._needs_buffer_dtype_restore_check = False
 
     def _log_post_backward(self) -> None:
-        """The unit in C calls it when its gradients have come, under TORCH_DISTRIBUTED_DEBUG=INFO alone."""
+        """Log the unit's post-backward. Called by the unit in C under TORCH_DISTRIBUTED_DEBUG=INFO."""
         logger.warning("FSDP firing post-backward hooks for parameters %s", self._names_from_root)
 
     def _unshard(self, async_op: bool = False) -> UnshardWork | None:
-        """Gather this unit's parameters ahead of its forward, and show them whole. Collective.
+        """Unshard this unit's parameters before its forward. Collective.
 
-        With ``async_op`` returns what to wait for before they are read. The next optimizer step must come
-        after that forward: it does not gather the parameters again.
+        With ``async_op`` returns a handle; call its ``wait()`` before reading the parameters. Run that
+        forward before the next optimizer step: the forward does not unshard again.
         """
         root = self._enclosing_unit or self
         (root if self._unit.runtime is None else self)._lazy_init()
@@ -358,13 +361,13 @@ class FullyShardedDataParallel(UnitNames):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate whole gradients locally in the body; the first backward after it reduces their sum.
+        """Accumulate unsharded gradients locally in the body; the first backward after it reduces their sum.
 
-        Sends nothing itself; all ranks use it for the same backwards. Takes the memory of unsharded
-        gradients, in the dtype of computation, from its first backward to that reduction.
+        No communication by itself; all ranks must use it for the same backwards. Unsharded gradients in the
+        compute dtype stay allocated from the first backward in the body to the reduction.
 
         Raises RuntimeError on an instance that is not the root, ValueError inside a step, AssertionError if
-        somebody switched synchronisation on again inside the body.
+        ``_sync_gradients`` was set to True inside the body.
         """
         if not self.check_is_root():
             raise RuntimeError(
@@ -389,25 +392,28 @@ class FullyShardedDataParallel(UnitNames):
                 )
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their total norm is at most ``max_norm``.
+        """Scale all gradients in place so that their total norm is at most ``max_norm``.
 
-        ``norm_type``: the order of the norm, ``math.inf`` for the largest magnitude. Collective: every rank
-        calls it. Returns the 0-dim total norm before clipping, in the dtype that the gradients' dtypes
-        promote to, on the device that computes, or on the CPU with CPU offload. Warns on a rank without
-        gradients and returns it in fp32 or wider there. Raises RuntimeError on an instance that is not the
-        root; ValueError inside a step, or for a norm that is none.
+        ``norm_type`` is the order of the norm, ``math.inf`` for the maximum magnitude. Collective: every rank
+        must call it. Returns the 0-dim total norm before clipping on the compute device, or on the CPU with
+        CPU offload, in the promoted dtype of the gradients. A rank without gradients warns and returns it in
+        fp32.
+
+        Raises RuntimeError on an instance that is not the root, ValueError inside a step or for an invalid
+        norm.
         """
         return grad_clipping.clip_grad_norm_(self, max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
-        """Reduce the gradients of all units of this tree by ``hook`` from now on.
+        """Use ``hook`` to reduce the gradients of all units of this tree.
 
-        A sharded unit calls ``hook(state, gradient, shard)`` with its whole padded gradient and an empty
-        tensor for this rank's shard of the result, a NO_SHARD unit ``hook(state, gradient)`` to reduce in
-        place; averaging is the hook's business. torch's fp16_compress_hook and bf16_compress_hook are run
-        natively, on the CPU too. Raises AssertionError on a unit that is not the root, for hybrid strategies,
-        and where there is a hook already; ValueError for a hook that cannot be called; RuntimeError inside a
-        backward.
+        A sharded unit calls ``hook(state, gradient, shard)`` with its padded unsharded gradient and an empty
+        output tensor for this rank's shard. A NO_SHARD unit calls ``hook(state, gradient)`` for an in-place
+        reduction. Hooks must average themselves. torch's fp16_compress_hook and bf16_compress_hook run
+        natively, on the CPU too.
+
+        Raises AssertionError on a unit that is not the root, for hybrid strategies, and for a second hook.
+        Raises ValueError unless ``hook`` is callable, RuntimeError inside a backward.
         """
         if not self.check_is_root():
             raise with_note(
@@ -436,7 +442,7 @@ class FullyShardedDataParallel(UnitNames):
 
     @contextlib.contextmanager
     def _deregister_orig_params_ctx(self) -> Iterator[None]:
-        """Show the flat parameters of this tree in place of the original ones, with use_orig_params."""
+        """Register the flat parameters of this tree instead of the original ones, with use_orig_params."""
         modules = units_of(self)
         for module in modules:
             module._assert_state(TrainingState.IDLE)
@@ -455,9 +461,9 @@ class FullyShardedDataParallel(UnitNames):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
-        """The units in ``module``, itself included, outer before inner; with ``root_only`` only the roots.
+        """Return the units in ``module`` in pre-order, including itself; only roots with ``root_only``.
 
-        Not collective, and decides nothing.
+        Not collective, no side effects.
         """
         found = cast("list[FullyShardedDataParallel]", whole_units_of(module))
         return [one for one in found if one.check_is_root()] if root_only else found
@@ -465,7 +471,7 @@ class FullyShardedDataParallel(UnitNames):
     # ---- nn.Module
 
     def __getattr__(self, name: str) -> Any:
-        """Look up attributes that the unit lacks in the wrapped module."""
+        """Forward missing attributes to the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -488,15 +494,15 @@ class FullyShardedDataParallel(UnitNames):
             return misuse_checks.explaining(self, found) if is_own_method else found
 
     def extra_repr(self) -> str:
-        """The size of the unit, and for a root the memory that its tree takes: see ``fsdp_c.summary``."""
+        """Return the unit's size, and for a root the memory of its tree: see ``fsdp_c.summary``."""
         return describe_unit(self, self.check_is_root()) if "_unit" in self.__dict__ else ""
 
     def __getitem__(self, key: object) -> Any:
-        """Index the wrapped module, for instance an nn.Sequential."""
-        return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]  # an AttributeError where none is
+        """Index the wrapped module, e.g. an nn.Sequential."""
+        return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]  # AttributeError if undefined
 
     def __copy__(self) -> "Self":
-        """Another object over the same module, parameters and unit, as of any module."""
+        """Return a shallow copy, which shares module, parameters and unit."""
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
@@ -512,13 +518,13 @@ class FullyShardedDataParallel(UnitNames):
     __reduce_ex__ = __deepcopy__
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As in nn.Module; inside summon_full_params the names are those of the unwrapped module."""
+        """Yield as nn.Module does; inside summon_full_params with FQNs of the unwrapped module."""
         if self._unit.runtime is not None:
             self._unit.runtime.begin_walk()
         return self._cleaned_in_summon(super().named_parameters(*args, **kwargs))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in nn.Module; also after a forward, where modules may show views for parameters."""
+        """Reset gradients as nn.Module does, including parameters with unsharded views after a forward."""
         for param in self._own_parameters():
             if set_to_none:
                 param.grad = None
@@ -526,13 +532,13 @@ class FullyShardedDataParallel(UnitNames):
                 (grad.requires_grad_(False) if grad.grad_fn is None else grad.detach_()).zero_()
 
     def requires_grad_(self, requires_grad: bool = True) -> "Self":
-        """As in nn.Module; also after a forward, where modules may show views for parameters."""
+        """Set requires_grad as nn.Module does, including parameters with unsharded views after a forward."""
         for param in self._own_parameters():
             param.requires_grad_(requires_grad)
         return self
 
     def _own_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters below this module as an optimizer has them."""
+        """Yield the parameters below this module as an optimizer has them."""
         if self._unit.runtime is not None:
             self._unit.runtime.await_failed_backward()
         handles = [unit._handle for unit in units_of(self) if unit._handle is not None]
@@ -543,7 +549,7 @@ class FullyShardedDataParallel(UnitNames):
         yield from (param for param in others if isinstance(param, nn.Parameter))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As in nn.Module; inside summon_full_params the names are those of the unwrapped module."""
+        """Yield as nn.Module does; inside summon_full_params with FQNs of the unwrapped module."""
         return self._cleaned_in_summon(super().named_buffers(*args, **kwargs))
 
     def _cleaned_in_summon(self, named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
@@ -552,7 +558,7 @@ class FullyShardedDataParallel(UnitNames):
             yield (name.replace(WRAPPED_PREFIX, "") if clean else name), tensor
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "Self":
-        """Call ``fn`` on every submodule and itself, with full parameters; what it writes stays. Collective.
+        """Call ``fn`` on every submodule and itself, with full parameters; writes are kept. Collective.
 
         Raises ValueError inside a step.
         """
@@ -561,7 +567,9 @@ class FullyShardedDataParallel(UnitNames):
             return super().apply(fn)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Self":
-        """Let ``.to()`` and its kin see the flat parameter only, and follow it; inner units do the same."""
+        """Apply ``.to()`` and the like to the flat parameters only, and update the views. Inner units do the
+        same.
+        """
         for flag in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
             if getattr(torch.__future__, f"get_{flag}")():
                 raise RuntimeError(
@@ -569,13 +577,13 @@ class FullyShardedDataParallel(UnitNames):
                     "have a conversion put other parameters in the place of those that are sharded. Convert the "
                     "module before it is wrapped, or set the flag to False meanwhile"
                 )
-        # inside summon_full_params the whole parameters move
+        # inside summon_full_params the full parameters are moved
         is_summoned = self.training_state == TrainingState.SUMMON_FULL_PARAMS
         with contextlib.ExitStack() as stack:
             for part in parts_of(self):
                 if part._has_params and not is_summoned:
                     stack.enter_context(_flat_param_shown(part))
-            super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch gives it no types
+            super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
             return self
 
     # ---- full parameters and state dicts
@@ -593,23 +601,24 @@ class FullyShardedDataParallel(UnitNames):
     scatter_full_optim_state_dict = staticmethod(optim_states.scatter_full_optim_state_dict)
     rekey_optim_state_dict = staticmethod(optim_states.rekey_optim_state_dict)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> StateDict:  # type: ignore[override]  # of two forms in torch, one deprecated
-        """The state dict of the selected type, with the names of the unwrapped module. Collective.
+    def state_dict(self, *args: Any, **kwargs: Any) -> StateDict:  # type: ignore[override]  # torch has a deprecated overload
+        """Return the state dict of the selected type, with FQNs of the unwrapped module. Collective.
 
-        Arguments are those of ``nn.Module.state_dict``. FULL_STATE_DICT holds whole tensors,
-        SHARDED_STATE_DICT this rank's rows of each as ShardedTensor, or DTensor where the model has a device
-        mesh, LOCAL_STATE_DICT the flat parameters. Values are in the parameters' own dtype; those of FULL and
-        SHARDED state dicts are copies, that of a LOCAL one is a view of the shard unless it is moved. Raises
-        AssertionError inside a forward or backward.
+        Takes the arguments of ``nn.Module.state_dict``. FULL_STATE_DICT has full tensors. SHARDED_STATE_DICT
+        has this rank's rows of each tensor, as ShardedTensor, or DTensor with a device mesh. LOCAL_STATE_DICT
+        has the flat parameters. Values have the parameters' original dtype. Tensors of FULL and SHARDED state
+        dicts are copies; those of a LOCAL one are views of the shard unless they are moved.
+
+        Raises AssertionError inside a forward or backward.
         """
         with phases.enter(_C.PROGRESS_STATE_DICT), state_dicts.saving(self):
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> _IncompatibleKeys:
-        """Load a state dict of the selected type, with the names of the unwrapped module.
+        """Load a state dict of the selected type, with FQNs of the unwrapped module. Collective.
 
-        Arguments and result are those of ``nn.Module.load_state_dict``. Collective. What it raises leaves no
-        unit open.
+        Takes the arguments and returns the result of ``nn.Module.load_state_dict``. An exception leaves no
+        unit unsharded.
         """
         with phases.enter(_C.PROGRESS_LOAD_STATE_DICT), state_dicts.held(self):
             state_dict = state_dicts.with_wrapped_metadata(self, state_dict)
@@ -617,7 +626,7 @@ class FullyShardedDataParallel(UnitNames):
             return keys
 
 
-# ---- lazy initialisation
+# ---- lazy initialization
 
 
 def _check_tree(root: FullyShardedDataParallel, modules: list[tuple[str, FullyShardedDataParallel]]) -> None:
@@ -638,7 +647,7 @@ def _check_tree(root: FullyShardedDataParallel, modules: list[tuple[str, FullySh
 
 
 def _check_ready(module: FullyShardedDataParallel, name: str, is_root: bool) -> None:
-    """Raise unless ``module``, called ``name`` in errors, can join a tree of units now."""
+    """Raise unless ``module``, named ``name`` in errors, can join a tree of units now."""
     where = f"FSDP unit {name!r} on rank {module.rank}"
     if not is_root and module._decided_is_root:
         raise AssertionError(
@@ -673,7 +682,7 @@ def _check_ready(module: FullyShardedDataParallel, name: str, is_root: bool) -> 
 
 
 def _refuse_real_parameters(modules: list[FullyShardedDataParallel]) -> None:
-    """Raise under FakeTensorMode, whose tensors without memory would stay with parameters that have some."""
+    """Raise under FakeTensorMode for real parameters: fake tensors would remain in a real model."""
     for module in modules:
         if module._handle is not None and not is_fake(module._handle.flat_param):
             raise RuntimeError(
@@ -684,23 +693,25 @@ def _refuse_real_parameters(modules: list[FullyShardedDataParallel]) -> None:
 
 
 def _param_names(path: str, module: ShardedModule) -> list[str]:
-    """The names of the unit's parameters from the root, to which ``path`` leads the way."""
+    """Return the FQNs of the unit's parameters from the root; ``path`` is the unit's."""
     prefix = f"{clean_path(path)}." if clean_path(path) else ""
     return [] if module._handle is None else [prefix + fqn for fqn in module._handle.flat_param._fqns]
 
 
-# ---- the flat parameter's place in the module
+# ---- registration of the flat parameter
 
 
 def _register_flat_param(module: ShardedModule) -> None:
-    """Show the flat parameter on the wrapped module, past register_parameter: it need not know the name."""
+    """Register the flat parameter without register_parameter(), which the user may have overridden."""
     if module._flat_param is not None:
         module.module._parameters[module._flat_param_name] = module._flat_param
 
 
 @contextlib.contextmanager
 def _flat_param_shown(module: ShardedModule) -> Iterator[None]:
-    """Show the flat parameter for the original ones; then follow it to its new dtype, device or storage."""
+    """Register the flat parameter instead of the original ones; at exit follow its new dtype, device or
+    storage.
+    """
     handle = handle_of(module)
     flat_param = handle.flat_param
     with torch.no_grad():
@@ -726,7 +737,7 @@ def _orig_params_hidden(module: ShardedModule) -> Iterator[None]:
         yield
     finally:
         del module.module._parameters[module._flat_param_name]
-        for owner, parameters in shown.items():  # all of a module's, so that the order of the names stays
+        for owner, parameters in shown.items():  # restore all, to keep the order of names
             owner._parameters.clear()
             owner._parameters.update(parameters)
 

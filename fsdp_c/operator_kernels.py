@@ -1,8 +1,7 @@
-"""The kernels as operators of torch, for devices that have none of ours. kernels.h says what each computes.
+"""The kernels implemented with torch's operators, for devices without native kernels. See kernels.h for each.
 
-``csrc/torch/operator_kernels.c`` calls them with tensors over the memory that the kernels of C are given, on
-the current stream. What parameters and gradients go through has the bits of those kernels, and of torch's
-FSDP1.
+Called by ``csrc/torch/operator_kernels.c`` on the current stream, with tensors over the kernels' memory.
+Results for parameters and gradients are bitwise equal to the native kernels' and to FSDP1's.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ logger = logging.getLogger("fsdp_c")
 
 @functools.cache
 def warn_if_used(device_type: str) -> None:
-    """Log, once in a process, that torch's operators run in place of fsdp_c's kernels on such devices."""
+    """Log once per device type that torch's operators replace fsdp_c's kernels."""
     if why := _C.why_no_kernels(device_type):
         logger.warning(
             "on %s torch's operators compute what fsdp_c's kernels would: the same values, with more work for "
@@ -34,8 +33,7 @@ def warn_if_used(device_type: str) -> None:
 def pack(
     output: Tensor, targets: list[Tensor], sources: list[Tensor], gaps: list[Tensor], divisor: float
 ) -> None:
-    """Cast, flatten and divide: ``targets`` are parts of ``output``, as ``gaps`` are, between which nothing
-    is left."""
+    """Cast, flatten and divide. ``targets`` and ``gaps`` are parts of ``output`` that together cover it."""
     if gaps:
         torch._foreach_zero_(gaps)
     if targets:

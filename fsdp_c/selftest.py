@@ -1,4 +1,4 @@
-"""python -m fsdp_c selftest: kernels, streams, the bits of FSDP1 and a checkpoint on this machine, in one report."""
+"""Self-test (``python -m fsdp_c selftest``): kernels, streams, bitwise parity with FSDP1, and a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main(device: str | None, width: int) -> int:
-    """Run on the ranks of torchrun, or start one rank per device of this machine. 0 if all is well, else 1."""
+    """Run on torchrun's ranks, or start one rank per device of this machine. Return 0 on success, else 1."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = device or ("cpu" if accelerator is None else accelerator.type)
     module = torch.get_device_module(device)
@@ -75,7 +75,7 @@ def _run(parts: dict[str, Callable[[], str]], ranks: str) -> int:
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
             traceback.print_exc()
-        errors = common.tell(error, None)  # a part fails on all ranks if it fails on one
+        errors = common.tell(error, None)  # a part fails if any rank fails
         found = [f"{name}: FAILED on rank {rank}: {error}" for rank, error in enumerate(errors) if error]
         lines += found or [f"{name}: {text}"]
         failed += [name] if found else []
@@ -86,7 +86,7 @@ def _run(parts: dict[str, Callable[[], str]], ranks: str) -> int:
 
 
 def _kernels(device: torch.device) -> str:
-    """Compare kernels with torch's operators: odd sizes and offsets, strides, values that are not finite."""
+    """Compare kernels with torch's operators: odd sizes and offsets, strides, inf and NaN."""
     numbers = torch.randn(
         300_010, dtype=torch.float64, generator=torch.Generator().manual_seed(1), device="cpu"
     )
@@ -107,7 +107,7 @@ def _kernels(device: torch.device) -> str:
 
 
 def _streams(device: torch.device) -> str:
-    """Run a kernel on a side stream, after work that is already there."""
+    """Run a kernel on a side stream, after queued work."""
     module = torch.get_device_module(device)
     side, values = module.Stream(), torch.zeros(1 << 24, device=device)
     side.wait_stream(module.current_stream())
@@ -124,7 +124,7 @@ def _streams(device: torch.device) -> str:
 def _train(
     implementation: Any, device: torch.device, width: int, arguments: dict[str, Any]
 ) -> tuple[Any, list[float]]:
-    """A model after STEPS steps, and its losses."""
+    """Return a model after STEPS steps, and its losses."""
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(7, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, 3))
     policy = ModuleWrapPolicy({nn.Linear})
@@ -175,7 +175,7 @@ def _checkpoint(device: torch.device, width: int) -> str:
 
 
 def _same(what: str, actual: Tensor, expected: Tensor) -> None:
-    """AssertionError with the first element that differs. NaNs are equal."""
+    """Raise AssertionError with the first differing element. NaNs are equal."""
     differs = (actual != expected) & ~(actual.isnan() & expected.isnan())
     if count := int(differs.sum()):
         first = int(differs.flatten().nonzero()[0])

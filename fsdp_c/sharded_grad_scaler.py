@@ -1,4 +1,4 @@
-"""Loss scaling for sharded gradients: every rank skips the step that one rank's gradients overflow in."""
+"""Loss scaling for sharded gradients: all ranks skip a step if any rank's gradients overflow."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def _check_numbers(**values: object) -> None:
 
 
 class ShardedGradScaler(GradScaler):
-    """A ``torch.amp.GradScaler`` whose finding of inf or NaN is that of all ranks of ``process_group``.
+    """A ``torch.amp.GradScaler`` that reduces its inf/NaN check over all ranks of ``process_group``.
 
-    Used as its base is: ``scale(loss).backward()``, ``step(optimizer)``, ``update()``. Gradients may be fp16
-    and may be on the CPU. ``unscale_`` and, where that was not called, ``step`` are collective: a rank whose
-    shard holds no gradient takes part. That holds for fused optimizers as well, which look at the finding in
-    their own kernel.
+    Usage is that of the base class: ``scale(loss).backward()``, ``step(optimizer)``, ``update()``. Gradients
+    may be fp16 and may be on the CPU. ``unscale_`` is collective, and so is ``step`` without an earlier
+    ``unscale_``: ranks whose shards hold no gradient must take part. Fused optimizers, which read the check
+    in their own kernel, are supported.
 
     Args:
-        device: the type of the device that computes; with "cuda" and none at hand the scaler disables itself.
-        process_group: the ranks that step together, by default those that hold the units that the optimizer
-            steps, and all ranks where it steps none.
-        enabled: if False, ``step`` calls the optimizer and everything else is a no-op without communication.
+        device: type of the compute device; the scaler disables itself for an unavailable "cuda".
+        process_group: ranks that step together (default: the ranks that hold the optimizer's units, all ranks
+            if it steps none).
+        enabled: if False, ``step`` calls the optimizer, and everything else is a no-op without communication.
 
-    Raises TypeError and ValueError for settings that are no numbers, or none that can scale.
+    Raises TypeError for settings of the wrong type, ValueError for values that are not positive and finite.
     """
 
     process_group: dist.ProcessGroup | None
@@ -90,8 +90,8 @@ class ShardedGradScaler(GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or all tensors in nested lists, tuples and iterables, by the scale.
 
-        Each tensor keeps its dtype, lists and tuples their type. Raises ValueError for anything else,
-        AssertionError for a tensor on a device that is not supported.
+        Tensors keep their dtype, lists and tuples their type. Raises ValueError for other objects,
+        AssertionError for a tensor on an unsupported device.
         """
         if not self._enabled:
             return outputs
@@ -120,16 +120,16 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
-        """Unscale this rank's gradients; returns per device whether any rank found one that is not finite.
+        """Unscale this rank's gradients. Return per device a nonzero tensor if any rank found inf or NaN.
 
-        Every look at gradients in the base class comes through here, so that none misses the other ranks. One
-        reduction whatever devices a rank's gradients are on: the ranks need not have the same.
+        All inf/NaN checks of the base class use this method, so none is rank-local. A single all-reduce
+        covers all devices, because ranks may have gradients on different ones.
         """
         for param in _params(optimizer):
             if param.grad is not None and param.grad.is_sparse and param.grad.dtype is torch.float16:
-                # duplicates are added in fp32: in fp16 the sum of scaled values overflows easily
+                # coalesce in fp32: sums of scaled duplicates easily overflow in fp16
                 param.grad = param.grad.to(torch.float32).coalesce().to(torch.float16)
-        if not allow_fp16:  # unscale_() asks: of shards torch keeps one dimension there
+        if not allow_fp16:  # called by unscale_(), which expects one dimension for shards
             found_inf = found_inf.reshape(1)
         grads = _grads_together(optimizer, found_inf.device)
         if grads:
@@ -145,17 +145,17 @@ class ShardedGradScaler(GradScaler):
     # ---- the next scale
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Lower the scale after a skipped step, raise it after ``growth_interval`` good ones, or set
+        """Lower the scale after a skipped step, or raise it after ``growth_interval`` good ones; or set
         ``new_scale``.
 
-        Raises AssertionError when no gradients were looked at since the last update, or for a ``new_scale``
-        that is not one element without gradient on the scaler's device.
+        Raises AssertionError if no gradients were checked since the last update, or for a ``new_scale`` that
+        is not one element without gradient on the scaler's device.
         """
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
-            new_scale = new_scale.reshape(())  # the shape of the scale, into which the base class copies it
+            new_scale = new_scale.reshape(())  # shape of the scale, to which the base class copies it
         if new_scale is not None or scale.device.type != "cpu":
             super().update(new_scale)
             return
@@ -170,7 +170,7 @@ class ShardedGradScaler(GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def _update_on_cpu(self, scale: Tensor, growth_tracker: Tensor, overflowed: bool) -> None:
-        """In fp32 as torch's FSDP1 here; torch's own CPU kernel multiplies in fp64 and rounds otherwise."""
+        """Update in fp32, as FSDP1: torch's CPU kernel multiplies in fp64 and rounds differently."""
         if overflowed:
             scale *= self._backoff_factor
             growth_tracker.zero_()
@@ -193,7 +193,7 @@ _groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, dist.ProcessGroup | No
 
 
 def _group_of(optimizer: torch.optim.Optimizer) -> dist.ProcessGroup | None:
-    """The group of the ranks that hold the units that ``optimizer`` steps; None for all ranks."""
+    """Return the group of the ranks that hold the units of ``optimizer``; None for all ranks."""
     if optimizer not in _groups:
         held = set(map(id, _params(optimizer)))
         roots = [root for root in root_units() if not held.isdisjoint(map(id, root.parameters()))]
@@ -203,7 +203,7 @@ def _group_of(optimizer: torch.optim.Optimizer) -> dist.ProcessGroup | None:
 
 
 def _grads_together(optimizer: torch.optim.Optimizer, device: torch.device) -> list[Tensor]:
-    """All gradients, if ``fsdp_c::unscale_`` takes them at once, else none."""
+    """Return all gradients if one ``fsdp_c::unscale_`` call supports them, else an empty list."""
     grads = [param.grad.detach() for param in _params(optimizer) if param.grad is not None]
     plain = all(
         grad.device == device and grad.layout is torch.strided and type(grad) is Tensor for grad in grads
@@ -211,15 +211,15 @@ def _grads_together(optimizer: torch.optim.Optimizer, device: torch.device) -> l
     return grads if plain else []
 
 
-_WIDE_NUMEL = 2**22  # of what is in fp32 at once
+_WIDE_NUMEL = 2**22  # elements converted to fp32 at a time
 
 
 @torch.no_grad()
 def _unscale_op(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """``torch.ops.fsdp_c.unscale_``: each times the one number of ``inverse_scale``, and 1 into ``found_inf`` if
-    an element was inf or NaN.
+    """Implement ``torch.ops.fsdp_c.unscale_``: multiply ``tensors`` by ``inverse_scale`` in place.
 
-    Raises RuntimeError for numbers that are not one float32 each.
+    Sets ``found_inf`` to 1 if an element was inf or NaN. Raises RuntimeError unless ``found_inf`` and
+    ``inverse_scale`` are one float32 each.
     """
     for name, number in (("found_inf", found_inf), ("inverse_scale", inverse_scale)):
         if number.dtype is not torch.float32 or number.numel() != 1:
@@ -227,7 +227,7 @@ def _unscale_op(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor)
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
-    if found_inf.device.type != "cpu":  # CUDA's kernel raises for bfloat16
+    if found_inf.device.type != "cpu":  # torch's CUDA kernel does not support bfloat16
         for tensor in groups.pop(torch.bfloat16, []):
             for part in tensor.view(-1).split(_WIDE_NUMEL) if tensor.is_contiguous() else [tensor]:
                 wide = part.float()
@@ -237,7 +237,7 @@ def _unscale_op(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor)
         torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse_scale)
 
 
-if not hasattr(torch.ops.fsdp_c, "unscale_"):  # a second import finds that of the first
+if not hasattr(torch.ops.fsdp_c, "unscale_"):  # already defined by an earlier import
     _library = torch.library.Library("fsdp_c", "FRAGMENT")
     _library.define("unscale_(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inverse_scale) -> ()")
     for _key in ("CompositeExplicitAutograd", "CUDA"):

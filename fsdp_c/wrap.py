@@ -1,6 +1,6 @@
-"""Auto wrap policies, torch's own, so that objects are equal from either package; and further options."""
+"""Auto wrap policies (torch's own objects, interchangeable between both packages) and ``split_frozen``."""
 
-# ruff: noqa: F401  # libraries look for the private names here as well
+# ruff: noqa: F401  # libraries import the private names from here
 
 from fsdp_c.compat.upstream import (
     CustomPolicy,

@@ -52,8 +52,7 @@ def auto_wrap(
     ``_module_classes_to_ignore`` of the mixed precision become full-precision units, regardless of the
     policy.
 
-    Raises ValueError if the tree contains a unit already, or if a selected module mixes frozen and trainable
-    parameters with use_orig_params=False.
+    Raises ValueError if the tree contains a unit already.
     """
     for path in tree.units.values():
         raise ValueError(
