@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from types import ModuleType
 
-import torch  # isort: skip  # noqa: F401  # first: the C side finds libtorch's symbols in the running process
+import torch  # isort: skip  # noqa: F401  # first: the extension resolves libtorch's symbols in the process
 
 if importlib.util.find_spec("fsdp_c._C") is None:
     raise ImportError(

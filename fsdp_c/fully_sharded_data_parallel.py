@@ -272,8 +272,8 @@ class FullyShardedDataParallel(UnitNames):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with unsharded parameters and return its result. Collective.
 
-        After an exception all units are resharded, and the exception propagates. Raises RuntimeError inside
-        this unit's own forward, and inside ``summon_full_params`` with gradients enabled.
+        An exception propagates after all units are resharded. Raises RuntimeError inside this unit's own
+        forward, and inside ``summon_full_params`` with gradients enabled.
         """
         return self._unit.forward(self._modules["_fsdp_wrapped_module"], args, kwargs)  # type: ignore[arg-type]  # never None
 
@@ -328,8 +328,9 @@ class FullyShardedDataParallel(UnitNames):
         log_units(self)
 
     def _cast_buffers_for_mode(self) -> None:
-        """Cast buffers for train or eval mode. Called by C under FSDP_USE_FULL_PREC_IN_EVAL, before a root
-        forward.
+        """Cast buffers for train or eval mode.
+
+        Called by the unit in C before a forward of the root, only under FSDP_USE_FULL_PREC_IN_EVAL.
         """
         own = self._handle
         handles = [own] if own is not None else self._all_handles
@@ -567,8 +568,9 @@ class FullyShardedDataParallel(UnitNames):
             return super().apply(fn)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Self":
-        """Apply ``.to()`` and the like to the flat parameters only, and update the views. Inner units do the
-        same.
+        """Apply ``.to()`` and the like to flat parameters only, and update their views.
+
+        Inner units do the same.
         """
         for flag in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
             if getattr(torch.__future__, f"get_{flag}")():
@@ -709,8 +711,9 @@ def _register_flat_param(module: ShardedModule) -> None:
 
 @contextlib.contextmanager
 def _flat_param_shown(module: ShardedModule) -> Iterator[None]:
-    """Register the flat parameter instead of the original ones; at exit follow its new dtype, device or
-    storage.
+    """Register the flat parameter instead of the original ones.
+
+    At exit the handle follows a new dtype, device or storage of the flat parameter.
     """
     handle = handle_of(module)
     flat_param = handle.flat_param

@@ -115,7 +115,7 @@ class ShardedGradScaler(GradScaler):
         assert self._scale is not None
         return (output * self._scale.to(output.device, non_blocking=True)).to(output.dtype)
 
-    # ---- looking for inf and NaN
+    # ---- inf/NaN check
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
@@ -142,14 +142,14 @@ class ShardedGradScaler(GradScaler):
         reduce_found_inf(found, torch.device(self._device), [group])
         return found
 
-    # ---- the next scale
+    # ---- scale update
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Lower the scale after a skipped step, or raise it after ``growth_interval`` good ones; or set
-        ``new_scale``.
+        """Set ``new_scale``, or update the scale from the inf/NaN checks since the last call.
 
-        Raises AssertionError if no gradients were checked since the last update, or for a ``new_scale`` that
-        is not one element without gradient on the scaler's device.
+        The scale is lowered after a skipped step and raised after ``growth_interval`` good ones. Raises
+        AssertionError if no gradients were checked since the last update, or for a ``new_scale`` that is not
+        one element without gradient on the scaler's device.
         """
         if not self._enabled:
             return

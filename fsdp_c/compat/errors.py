@@ -36,7 +36,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def with_note(error: Error, note: str) -> Error:
-    """Add ``note`` to ``error`` and return it. For errors whose exact message programs match.
+    """Add ``note`` to ``error`` and return it, for errors whose exact message programs match.
 
     Before Python 3.11, without exception notes, the note is a second line of the message.
     """

@@ -121,8 +121,9 @@ class HandleNames(_C.Handle):
 
     @property
     def _force_full_precision(self) -> bool:
-        """True if mixed precision is disabled: inside summon_full_params, or in eval mode under
-        FSDP_USE_FULL_PREC_IN_EVAL.
+        """True if mixed precision is disabled at the moment.
+
+        Applies inside summon_full_params, and in eval mode under FSDP_USE_FULL_PREC_IN_EVAL.
         """
         if not self._uses_param_mixed_precision and not self._uses_reduce_mixed_precision:
             return False
@@ -203,7 +204,7 @@ class HandleNames(_C.Handle):
         return set(self.flat_param._modules)
 
     def _get_flat_param_offsets(self) -> list[tuple[int, int]]:
-        """Return inclusive (start, end) offsets of the unsharded flat parameter's segments, with padding."""
+        """Return inclusive (start, end) offsets of parameters and padding in the unsharded flat parameter."""
         numels = self.layout.numels_with_padding
         ends = itertools.accumulate(numels)
         return [(end - numel, end - 1) for end, numel in zip(ends, numels, strict=True)]

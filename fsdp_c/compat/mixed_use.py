@@ -2,7 +2,7 @@
 
 Torch's functions recognize our units by the shared base class. Functions that read names and sizes, or set
 unit attributes, work: ``state_dict_type`` and similar, ``fsdp_modules``. ``no_sync`` finds no unit of its
-class, so each backward reduces: gradients are right, at more communication. Functions that would run a unit
+class, so each backward reduces: gradients are right, with more communication. Functions that would run a unit
 (``summon_full_params``, ``clip_grad_norm_``, ``apply``, a unit of torch's around ours) raise one error at the
 first attribute that they set. torch.distributed.checkpoint raises it too: for an unknown class it would save
 parameters under wrong FQNs.

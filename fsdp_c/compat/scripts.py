@@ -15,8 +15,7 @@ from fsdp_c.sharding import grouping
 
 
 def run_script(path: str, args: list[str], split_frozen: bool = False) -> None:
-    """Install fsdp_c, then run the script at ``path`` as ``python path *args``. Spawned processes install it
-    too.
+    """Install fsdp_c and run the script at ``path`` as ``python path *args``. Spawned processes do the same.
 
     ``split_frozen`` applies ``fsdp_c.wrap.split_frozen`` to all units. Raises FileNotFoundError for a missing
     script.
@@ -28,7 +27,7 @@ def run_script(path: str, args: list[str], split_frozen: bool = False) -> None:
 
 
 def run_module(name: str, args: list[str], split_frozen: bool = False) -> None:
-    """Install fsdp_c, then run module ``name`` as ``python -m name *args``. Spawned processes install it too.
+    """Install fsdp_c and run module ``name`` as ``python -m name *args``. Spawned processes do the same.
 
     ``split_frozen`` applies ``fsdp_c.wrap.split_frozen`` to all units. Raises ModuleNotFoundError for a
     missing module.

@@ -63,7 +63,7 @@ def values_if_different(
     groups, digest, is_same = of_several(*groups), digest_of(compared), True
     for group in groups:
         everyone = _gather(digest, group, device)
-        if everyone[group.rank()] == digest:  # else this group sends nothing, as a fake one
+        if everyone[group.rank()] == digest:  # False for a fake group, which transfers nothing
             is_same = is_same and len(set(everyone)) == 1
             digest = digest_of(b"".join(everyone))
     known = [] if is_same else [mine]

@@ -38,9 +38,7 @@ def cast_for_computation(modules: Iterable[ShardedModule], device: torch.device)
 
 
 def _own_buffers(modules: Iterable[ShardedModule]) -> Iterator[tuple[ShardedModule, str, torch.Tensor]]:
-    """Yield the buffers that are not ignored, each with its innermost unit and its name relative to that
-    unit.
-    """
+    """Yield (innermost unit, FQN relative to that unit, buffer) for buffers that are not ignored."""
     visited: set[torch.Tensor] = set()
     inner: set[torch.nn.Module] = set()
     for module in reversed(list(modules)):

@@ -63,7 +63,7 @@ def _skip_our_frames() -> None:
 
 
 def eager(function: Callable[..., T]) -> Callable[..., T]:
-    """Disable compilation of ``function`` and of all functions that it calls."""
+    """Return ``function`` with compilation disabled, including the functions that it calls."""
     # Before Dynamo's rules are imported, nothing is compiled.
     return _disabled(function) if _RULES in sys.modules else function
 

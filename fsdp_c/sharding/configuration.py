@@ -10,9 +10,7 @@ from fsdp_c.compat.upstream import BackwardPrefetch, FSDPExtensions, MixedPrecis
 
 
 class UnitConfig(NamedTuple):
-    """The configuration of one unit. ``config_read()`` in csrc/handle/config.c reads the fields in this
-    order.
-    """
+    """The configuration of one unit. ``config_read()`` in csrc/handle/config.c relies on the order of fields."""
 
     shard_group: dist.ProcessGroup
     replicate_group: dist.ProcessGroup | None  # ranks with the same shard; None unless the strategy is hybrid
@@ -78,9 +76,7 @@ def configure(
 
 
 def predivide_factor(data_parallel_size: int) -> float:
-    """Return the power of two near the square root of ``data_parallel_size``: the divisor before the
-    reduction.
-    """
+    """Return the divisor before the reduction: the power of two near the square root of the number of ranks."""
     factor = 1
     while data_parallel_size % factor == 0 and data_parallel_size / factor > factor:
         factor *= 2

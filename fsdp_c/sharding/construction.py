@@ -47,7 +47,10 @@ CPU = torch.device("cpu")
 def check_settings(
     strategy: object, mixed_precision: object, backward_prefetch: object, cpu_offload: object = None
 ) -> None:
-    """Raise TypeError for settings of the wrong type. Falsy values count as None, as in FSDP1."""
+    """Raise TypeError for settings of the wrong type, ValueError for dtypes that are not floating-point.
+
+    Falsy values count as None, as in FSDP1.
+    """
     _check_type("sharding_strategy", strategy, ShardingStrategy, "ShardingStrategy.FULL_SHARD")
     _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE")
     if mixed_precision:
@@ -331,9 +334,7 @@ def groups_of_nodes(world: dist.ProcessGroup, ranks_per_node: int) -> ProcessGro
 
 
 def resolve_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
-    """Return the effective strategy: FULL_SHARD by default, NO_SHARD on one rank. Warns if it changes the
-    argument.
-    """
+    """Return the effective strategy: FULL_SHARD by default, NO_SHARD on one rank. Warns if overridden."""
     asked = strategy or ShardingStrategy.FULL_SHARD
     if world_size == 1 and asked is not ShardingStrategy.NO_SHARD:
         warnings.warn(

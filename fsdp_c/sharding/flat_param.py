@@ -88,14 +88,14 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
     _shared_params: list[nn.Parameter] | None
     _is_grad_none_mask: list[bool] | None
 
-    # per segment of the flat parameter, including padding
+    # per parameter or padding range
     _numels_with_padding: tuple[int, ...]
     _is_padding_mask: list[bool]
 
     _shared_param_infos: tuple[SharedParamInfo, ...]
     _modules: set[nn.Module]
     _unpadded_unsharded_size: torch.Size
-    _padded_unsharded_size: torch.Size  # set by lazy initialisation, if the parameters are sharded
+    _padded_unsharded_size: torch.Size  # set by lazy initialization, if sharded
     _sharded_size: torch.Size
     _shard_numel_padded: int
     _post_backward_called: bool
@@ -498,4 +498,4 @@ def _describe(
     flat_param._post_backward_called = False
     flat_param._fsdp_flattened = True
     for param in found.params if use_orig_params else ():
-        param._fsdp_flattened = True  # type: ignore[attr-defined]  # a mark on the user's own parameter
+        param._fsdp_flattened = True  # type: ignore[attr-defined]  # mark on the user's parameter

@@ -11,8 +11,7 @@ from fsdp_c.sharding.flat_param import FlatParamHandle
 
 
 class FlatRange(nn.Parameter):
-    """This rank's range of one original parameter, as a view of the shard; the whole parameter under
-    NO_SHARD.
+    """This rank's range of one original parameter: a view of the shard. All of the parameter under NO_SHARD.
 
     ``grad`` is the same range of the flat parameter's gradient. Assigning None clears the flat parameter's
     gradient. After the shard is moved, the next access to ``grad`` updates the view.
@@ -33,9 +32,7 @@ class FlatRange(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """View of the flat gradient. Unreduced gradients (no_sync) are returned unsharded; no optimizer takes
-        them.
-        """
+        """View of the flat gradient. Unreduced gradients of no_sync are unsharded: optimizers refuse them."""
         shard = _shard_of(self._handle)
         if self._at != shard.data_ptr() or self.device != shard.device:
             self.data = _part(self._handle, self._index, self._bounds, shard)

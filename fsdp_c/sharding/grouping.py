@@ -37,8 +37,8 @@ def splits_frozen() -> bool:
 def groups_of(params: Iterable[nn.Parameter], use_orig_params: bool) -> list[list[nn.Parameter]]:
     """Split ``params`` by dtype and ``requires_grad``, one group per flat parameter.
 
-    Trainable groups come first, integer groups last. All parameters form one group if their dtypes agree and
-    they are trainable alike, or if ``use_orig_params`` is set and ``split_frozen`` is not in effect.
+    Trainable groups come first, integer groups last. With ``use_orig_params`` and without ``split_frozen``,
+    parameters of one dtype form a single group even if some are frozen.
     """
     groups: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
     for param in params:

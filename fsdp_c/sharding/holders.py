@@ -22,9 +22,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Ranks, dist.ProcessGrou
 
 
 class Holders(NamedTuple):
-    """The process groups of a unit. ``mesh_ranks`` is not empty if the shard group is a slice of a larger
-    mesh.
-    """
+    """The process groups of a unit. ``mesh_ranks``: ranks of the whole mesh if the shard group is a slice."""
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup | None
@@ -64,8 +62,7 @@ def holder_count(shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None) 
 
 
 def group_of_model(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that hold ``model``: the default for collective calls. None for all
-    ranks.
+    """Return the group of the ranks that hold ``model``, a default for collective calls; None for all ranks.
 
     None is also returned if no unit spans all ranks of the other units. The first call is collective over the
     holders of a unit with several groups or a slice of a mesh, unless these are all ranks.

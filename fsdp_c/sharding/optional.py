@@ -27,7 +27,7 @@ def optional(module: Module) -> Module:
     Gradients equal those of a run in which every rank runs ``module``: the average over all ranks, with zeros
     from ranks that skipped it. If all ranks skipped it, ``.grad`` is zeros, not None.
 
-    All optional units of one enclosing unit are unsharded at a time: during its forward, and again during its
+    All optional units of one enclosing unit are unsharded together: during its forward, and again during its
     backward, to whose end their unsharded gradients are kept too. To bound this memory, wrap each group of
     optional modules (e.g. each layer with experts) in a unit.
 

@@ -1,6 +1,4 @@
-"""Base class of units and segments, for modules below FullyShardedDataParallel, and lookup of units in a
-tree.
-"""
+"""Base class of units and segments, for modules below FullyShardedDataParallel; lookup of units in a tree."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ class ShardedModule(nn.Module, _FSDPState):
     _ignored_params: set[nn.Parameter]
     _ignored_buffer_names: set[str]
     _device_mesh: DeviceMesh | None
-    # the parameters before wrapping; cleared once a backward was checked
+    # the parameters before wrapping, without flattened ones
     _params_before: list[weakref.ref[nn.Parameter]]
 
     def _init_state(
@@ -69,9 +67,7 @@ class ShardedModule(nn.Module, _FSDPState):
         cpu_offload: CPUOffload,
         buffer_dtypes: dict[str, torch.dtype],
     ) -> None:
-        """Set the attributes that other libraries read: values of ``config``, and the state before the first
-        step.
-        """
+        """Set the attributes that other libraries read: values of ``config`` and the initial state."""
         self._config = config
         self.process_group = config.shard_group
         self.rank = config.shard_group.rank()

@@ -32,8 +32,9 @@ class Guise(NamedTuple):
 
 
 def guise_of(param: nn.Parameter) -> Guise | None:
-    """Return the class and attributes of ``param``; None for a plain or a trained one: autograd would meet
-    the class.
+    """Return the class and attributes of ``param``; None for a plain or a trained parameter.
+
+    Trained ones are excluded because autograd would dispatch to their class.
     """
     if param.requires_grad or (type(param) is nn.Parameter and vars(param).keys() <= _MARKS):
         return None

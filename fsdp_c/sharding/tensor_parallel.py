@@ -80,9 +80,7 @@ def full_shape(param_extension: ParamExtension, local_shape: torch.Size) -> torc
 
 
 def like(value: object, shown: Tensor) -> object:
-    """Return ``value`` in the form for loading into ``shown``: a full plain tensor becomes this rank's
-    DTensor.
-    """
+    """Return ``value`` as needed to load into ``shown``: a full plain tensor becomes this rank's DTensor."""
     if not isinstance(shown, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
         return value
     # No communication: all ranks have the same value.

@@ -27,9 +27,7 @@ CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
 def flat_param_name(number: int) -> str:
-    """Return the name under which a wrapped module registers flat parameter ``number``. Number 0 is the
-    unit's own.
-    """
+    """Return the name under which a wrapped module registers flat parameter ``number``, 0 being the unit's."""
     return f"{FLAT_PARAM}_{number}" if number else FLAT_PARAM
 
 
@@ -178,9 +176,7 @@ class Subtree:
         self.__dict__.pop("_found", None)
 
     def owns(self, param: nn.Parameter, is_inside: bool = False) -> bool:
-        """Return True if a parameter found in the tree, or in an inner unit (``is_inside``), belongs to
-        ``root``.
-        """
+        """Return True if ``root`` owns a parameter found in its tree, or in an inner unit (``is_inside``)."""
         return self.homes.get(param, None if is_inside else self.root) is self.root
 
     @property

@@ -12,8 +12,7 @@ __all__ = ["check_ddp"]
 
 
 def check_ddp(root: ShardedModule, ddp: DistributedDataParallel) -> None:
-    """Check that ``ddp`` averages the gradients of ``root``. Called before the root's first forward in
-    ``ddp``.
+    """Check that ``ddp`` averages the gradients of ``root``. Called before the first forward inside ``ddp``.
 
     Raises RuntimeError if ``ddp`` manages a trained parameter whose gradient is sharded or offloaded. Warns
     (UserWarning) if autograd does not reach the parameter that ``ddp`` manages.

@@ -341,7 +341,7 @@ def _all_reduce(norm: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGr
 def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the norm of ``grads`` as one vector, bitwise equal to the norm of ``vector_norm`` results.
 
-    Zero without gradients.
+    Returns a new zero tensor without gradients.
     """
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)

@@ -1,6 +1,4 @@
-"""Optimizer pre-step hook: reshards units that a forward left unsharded, because the optimizer updates
-shards.
-"""
+"""Optimizer pre-step hook: reshards units that a forward left unsharded. Optimizers update shards."""
 
 from __future__ import annotations
 

@@ -18,17 +18,17 @@ __all__ = ["OrderValidation"]
 
 
 class OrderValidation:
-    """Checks the order of units: the runtime calls it with a unit's index before the all-gather, in training
-    mode.
+    """Checks the order of units. The runtime calls it with a unit's index before the unit's all-gather.
 
-    Collective over ``group`` in the first iteration. Raises RuntimeError if ranks are about to all-gather
-    different units. Warns once (UserWarning) if a later iteration deviates from the first.
+    Called in training mode only. Collective over ``group`` in the first iteration. Raises RuntimeError if
+    ranks are about to all-gather different units. Warns once (UserWarning) if a later iteration deviates from
+    the first.
     """
 
     def __init__(
         self, names: Sequence[Sequence[str]], group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """``names`` are the FQNs of each unit's parameters; ``device`` is for the compared tensors."""
+        """Create for units with parameters ``names``; compared tensors are on ``device``."""
         self._names, self._device = names, device
         self._rank, self._world_size = group.rank(), group.size()
         # weak: the unit owns the group and must be able to free it before finalization

@@ -1,8 +1,9 @@
-"""Replacements for torch functions that see only this rank's shards; installed by training/replacements.py.
+"""Replacements for torch functions that see only this rank's shards.
 
-Total norms and GradScaler's overflow check see only this rank's gradients. With ``reduces_over_ranks``, set
-by install(), the replacements return results for the whole model; otherwise they warn once per model or
-optimizer. ``torch.autograd.grad`` errors about unused parameters get a hint.
+Installed by fsdp_c/training/replacements.py. Total norms and GradScaler's overflow check see only this rank's
+gradients. With ``reduces_over_ranks``, set by install(), the replacements return results for the whole model;
+otherwise they warn once per model or optimizer. ``torch.autograd.grad`` errors about unused parameters get a
+hint.
 """
 
 from __future__ import annotations

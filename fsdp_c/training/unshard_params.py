@@ -184,7 +184,7 @@ def _summon_unit(
             if with_grads:
                 handle.summon_grads_exit(False)
         else:
-            # On the CPU the full parameters are offloaded already: no copy.
+            # CPU devices need no copy: their full parameters are offloaded already.
             if offload_to_cpu and fsdp_module.compute_device.type != "cpu":
                 stack.enter_context(_offloaded(handle, writeback))
         yield

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class ShardingStrategy(Enum):
-    """Which state of a unit is sharded, and how long its parameters stay unsharded."""
+    """Sharded state of a unit, and lifetime of its unsharded parameters."""
 
     FULL_SHARD = 1  # reshard after forward, unshard again in backward
     SHARD_GRAD_OP = 2  # unsharded from forward to the end of backward
@@ -44,7 +44,7 @@ class HandleShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """When a backward prefetches the next unit: before this unit's gradient computation, or after."""
+    """Time of the backward prefetch: before this unit's gradient computation, or after."""
 
     BACKWARD_PRE = 1
     BACKWARD_POST = 2

@@ -58,8 +58,9 @@ class DTensorExtensions(FSDPExtensions):
         return shard_utils._create_chunk_sharded_tensor(tensor, rank, world_size, num_devices_per_node, pg)
 
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> torch.Tensor:
-        """Shard rows over the data parallel dimension. A plain tensor must be equal on all tensor parallel
-        ranks.
+        """Return a DTensor with this rank's rows over the data parallel dimension.
+
+        A plain ``tensor`` must be equal on all tensor parallel ranks.
         """
         mesh = device_mesh._get_root_mesh()
         whole: list[Placement] = [Replicate()] * mesh.ndim

@@ -60,18 +60,14 @@ def _placement(rank: int, device_type: str, num_devices_per_node: int) -> str:
 
 
 def _create_chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> DTensor:
-    """Return a DTensor of ``tensor``, sharded by rows over the last mesh dimension, replicated over the
-    others.
-    """
+    """Return a DTensor of ``tensor``: rows over the last mesh dimension, replicated over the others."""
     replicated = [Replicate()] * device_mesh.ndim
     whole = DTensor.from_local(tensor.detach().clone(), device_mesh, replicated, run_check=False)
     return whole.redistribute(placements=[*replicated[:-1], ShardPlacement(0)])
 
 
 def _all_gather_dtensor(tensor: DTensor, root_mesh: DeviceMesh | None) -> torch.Tensor:
-    """Return the local tensor of a DTensor after an all-gather over the last dimension of ``root_mesh``.
-    Collective.
-    """
+    """All-gather a DTensor over the last dimension of ``root_mesh``; return its local tensor. Collective."""
     if root_mesh != tensor.device_mesh:
         raise AssertionError("The device mesh of a tensor should be a root mesh.")
     return tensor.redistribute(placements=[*tensor.placements[:-1], Replicate()]).to_local()
