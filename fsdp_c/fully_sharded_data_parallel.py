@@ -410,7 +410,7 @@ class FullyShardedDataParallel(UnitNames):
 
         A sharded unit calls ``hook(state, gradient, shard)`` with its padded unsharded gradient and an empty
         output tensor for this rank's shard. A NO_SHARD unit calls ``hook(state, gradient)`` for an in-place
-        reduction. Hooks must average themselves. torch's fp16_compress_hook and bf16_compress_hook run
+        reduction. Hooks must do the averaging. torch's fp16_compress_hook and bf16_compress_hook run
         natively, on the CPU too.
 
         Raises AssertionError on a unit that is not the root, for hybrid strategies, and for a second hook.
@@ -740,7 +740,7 @@ def _orig_params_hidden(module: ShardedModule) -> Iterator[None]:
         yield
     finally:
         del module.module._parameters[module._flat_param_name]
-        for owner, parameters in shown.items():  # restore all, to keep the order of names
+        for owner, parameters in shown.items():  # restore all parameters, to keep the order of names
             owner._parameters.clear()
             owner._parameters.update(parameters)
 

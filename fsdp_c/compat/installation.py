@@ -5,8 +5,8 @@ Libraries bind FSDP1's class at import time (``from torch.distributed.fsdp impor
 and compare types with the bound class. ``install()`` therefore replaces torch's objects in every module that
 holds one: torch's own modules (for later imports), libraries, and the script. Enums, configurations and wrap
 policies are torch's own classes in fsdp_c too, and stay. References outside of modules (a local variable, a
-default argument, a dictionary) still hold torch's class. Calling it constructs our units, and its static
-methods are ours. A torch without FSDP1 gets FSDP1's names.
+default argument, a dictionary) still hold torch's class. Calling it constructs fsdp_c units, and its
+static methods are fsdp_c's. A torch without FSDP1 gets FSDP1's names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fsdp_c.training.forward_methods import register_forward_method
 def _register_fsdp_forward_method(
     original: Callable[[nn.Module, str], None], module: nn.Module, method_name: str
 ) -> None:
-    """Use ``fsdp_c.register_forward_method`` for our units: torch's function ignores FSDP1 modules."""
+    """Use ``fsdp_c.register_forward_method`` for fsdp_c units: torch's function ignores FSDP1 modules."""
     if is_unit(module):
         register_forward_method(module, method_name)
     else:
@@ -77,7 +77,7 @@ _OURS: dict[tuple[str, str], object] = {
 
 @functools.cache
 def _replacements() -> dict[int, tuple[object, object]]:
-    """Return {id of torch's object: (torch's object, ours)}. The reference keeps the id valid."""
+    """Return {id of torch's object: (torch's object, fsdp_c's)}. The reference keeps the id valid."""
     pairs = [
         (getattr(importlib.import_module(f"{_FSDP}.{name}"), attr), ours)
         for (name, attr), ours in _OURS.items()
@@ -119,7 +119,7 @@ def is_installed() -> bool:
 def install() -> None:
     """Replace torch's FSDP1 with fsdp_c, in all imported modules and for all later imports.
 
-    ``torch.distributed.fsdp.FullyShardedDataParallel`` becomes our class under all its imported names, so
+    ``torch.distributed.fsdp.FullyShardedDataParallel`` becomes fsdp_c's class under all its imported names, so
     that ``isinstance`` and ``type(model) is`` hold in libraries and scripts. Call it before the first model
     is wrapped. Further calls have no effect. ``uninstall()`` reverts it. See [Note: Names that stand for
     FSDP1].
@@ -164,7 +164,7 @@ def uninstall() -> None:
         setattr(_torchs_class(), name, value)
     if HAS_FSDP1:
         _torchs_runtime_utils().__class__ = ModuleType
-    # functions patched in torch's module must no longer affect our runtime
+    # functions patched in torch's module must no longer affect the runtime
     for name in _runtime_utils.ORIGINALS:
         _runtime_utils.put(name, getattr(_runtime_utils, name))
     replacements.take_away()
@@ -184,7 +184,7 @@ def _torchs_class() -> Any:
 
 
 def _hand_on(theirs: type) -> dict[str, object]:
-    """Make torch's class construct our units and expose our static methods. Returns the replaced attributes."""
+    """Make torch's class construct fsdp_c units, with their static methods. Return the replaced attributes."""
     had = dict(vars(theirs))
     ours = {
         name: value

@@ -1,9 +1,9 @@
-"""Errors for our units passed to torch's own FSDP1 functions, in a process without ``install()``.
+"""Errors for fsdp_c units passed to torch's FSDP1 functions, in a process without ``install()``.
 
-Torch's functions recognize our units by the shared base class. Functions that read names and sizes, or set
+Torch's functions recognize the units by the shared base class. Functions that read names and sizes, or set
 unit attributes, work: ``state_dict_type`` and similar, ``fsdp_modules``. ``no_sync`` finds no unit of its
 class, so each backward reduces: gradients are right, with more communication. Functions that would run a unit
-(``summon_full_params``, ``clip_grad_norm_``, ``apply``, a unit of torch's around ours) raise one error at the
+(``summon_full_params``, ``clip_grad_norm_``, ``apply``, torch's class around a unit) raise one error at the
 first attribute that they set. torch.distributed.checkpoint raises it too: for an unknown class it would save
 parameters under wrong FQNs.
 """

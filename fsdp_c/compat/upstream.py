@@ -1,7 +1,7 @@
 """Imports of torch's FSDP1, and behavior that depends on torch's version.
 
 With FSDP1 in torch, these are torch's objects: users' enums, configurations and policies are interchangeable.
-In a torch without FSDP1, ``fsdp_c.compat.standins`` replaces them, and FSDP1's modules stay importable under
+``fsdp_c.compat.standins`` replaces them in a torch without FSDP1, where FSDP1's modules stay importable under
 their old names so that old pickles load: see ``fsdp_c.compat.standins.finder``.
 """
 

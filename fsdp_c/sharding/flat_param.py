@@ -174,8 +174,8 @@ def _way_to_set(module: nn.Module) -> int:
 class _Watched(type):
     """Detects monkey-patching of the handle.
 
-    A replaced ``unshard`` is reported to the runtime, which calls the replacement. For other methods of the
-    runtime the user gets a warning, because C would not call the replacement.
+    A replaced ``unshard`` is reported to the runtime, which calls the replacement. Replacing another method
+    of the runtime warns the user, because C would not call the replacement.
     """
 
     def __setattr__(cls, name: str, value: object) -> None:

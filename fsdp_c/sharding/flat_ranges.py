@@ -11,7 +11,7 @@ from fsdp_c.sharding.flat_param import FlatParamHandle
 
 
 class FlatRange(nn.Parameter):
-    """This rank's range of one original parameter: a view of the shard. All of the parameter under NO_SHARD.
+    """Range of one original parameter in this rank's shard, as a view. All of the parameter under NO_SHARD.
 
     ``grad`` is the same range of the flat parameter's gradient. Assigning None clears the flat parameter's
     gradient. After the shard is moved, the next access to ``grad`` updates the view.

@@ -1,8 +1,7 @@
 """Validation of the execution order, under TORCH_DISTRIBUTED_DEBUG=DETAIL only.
 
-Ranks that run different units hang in an all-gather or exchange wrong parameters. In the first iteration,
-each unit is compared across ranks before its all-gather. Later iterations are compared with the first,
-locally.
+Ranks that run different units hang in an all-gather or exchange wrong parameters. The first iteration
+compares each unit across ranks before its all-gather. Later iterations are compared with the first, locally.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Expose full parameters of units in ``module``, in their original dtype, in a context.
+    """Expose full parameters of units in ``module``, with original dtypes and FQNs, in a context.
 
     Collective on entry. Inside, forwards use the exposed parameters without an all-gather, under
     ``torch.no_grad()``; backwards are not allowed. At exit edits to this rank's shard are kept, unless

@@ -42,7 +42,7 @@ def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> Any:
 
 
 def _is_composable(state: Any) -> bool:
-    """Return True if a unit is not a module; ours are modules."""
+    """Return True if a unit is not a module; fsdp_c units are modules."""
     return not isinstance(state, nn.Module)
 
 

@@ -52,7 +52,7 @@ class Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return our module's spec if no other finder has one."""
+        """Return the spec of fsdp_c's module if no other finder has one."""
         if name != FSDP and name not in OURS:
             return None
         if _others_have(self, name, path, target):
@@ -73,7 +73,7 @@ class _Loader(Loader):
         """Use the default module creation."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Replace the new module with ours, or fill the package with the public names."""
+        """Replace the new module with fsdp_c's, or fill the package with the public names."""
         if module.__name__ == FSDP:
             put_public_names(module)
         else:
