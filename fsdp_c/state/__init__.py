@@ -1,1 +1,1 @@
-"""State dicts of models and optimizers: what units hold, in shapes and under names of the user's model."""
+"""State dicts of models and optimizers: values of units in the shapes and under the FQNs of the user's model."""

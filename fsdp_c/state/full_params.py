@@ -1,4 +1,4 @@
-"""The whole parameters of a sharded model, unit by unit: for exporters, and copies that follow training."""
+"""Iteration over the full parameters of a sharded model, unit by unit: for exporters and inference engines."""
 
 from __future__ import annotations
 
@@ -30,24 +30,26 @@ def iter_full_params(
     rank0_only: bool = False,
     max_nbytes: int | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) for every parameter, by the names of the unwrapped model's ``state_dict()``.
+    """Yield (FQN, full tensor) for every parameter, with the names of the unwrapped model's ``state_dict()``.
 
-    The next unit is gathered while the caller uses this one: memory beyond the shards is that of two units, if
-    the caller keeps no tensor. A loop's variable keeps one: ``del`` it at the end of the loop's body where units
-    have a single parameter. Tensors are detached, on the compute device, hold the values of when their gather
-    began, and belong to the caller; those of a unit may share memory. The names of a shared parameter give one
-    tensor. DTensors come whole. Parameters outside of units come first, as copies.
+    The all-gather of the next unit overlaps with the caller's use of the current one: memory beyond the
+    shards is that of two units, if the caller keeps no tensor. A loop variable keeps one: ``del`` it at the
+    end of the loop body where units have a single parameter. Tensors are detached, on the compute device,
+    hold the values at the start of their all-gather, and belong to the caller; tensors of one unit may share
+    memory. All names of a shared parameter yield the same tensor. DTensors are yielded as full tensors.
+    Parameters outside of units are yielded first, as copies.
 
     Args:
-        model: has units in it, or is one.
-        dtype: of floating-point tensors, on the wire too; default: the parameters' own.
-        only: names to yield, as a pattern (``"layers.*.weight"``) or a function of a name; the same on all ranks.
-            Units without such a name are not gathered.
-        rank0_only: rank 0 of each sharding group gets tensors, the others send their shards and get nothing.
-        max_nbytes: bytes that are gathered at once. A larger unit is gathered some parameters at a time; a
-            larger parameter comes whole. Default: each unit at once.
+        model: a unit, or a module that contains units.
+        dtype: dtype of floating-point tensors, also on the wire; default: the parameters' own.
+        only: names to yield, as a pattern (``"layers.*.weight"``) or a predicate; the same on all ranks.
+            Units without a matching name are skipped.
+        rank0_only: yield tensors on rank 0 of each sharding group only; other ranks send their shards and yield
+            nothing.
+        max_nbytes: limit in bytes of one all-gather. Larger units are split between parameters; a larger parameter
+            is gathered in one. Default: one all-gather per unit.
 
-    Collective: every rank goes to the end, or all ranks stop at the same tensor. Raises AssertionError inside a
+    Collective: all ranks exhaust the iterator, or all stop at the same tensor. Raises AssertionError inside a
     forward, backward or ``summon_full_params``, ValueError if ``max_nbytes`` is less than 1.
     """
     if max_nbytes is not None and max_nbytes < 1:
@@ -75,9 +77,10 @@ def iter_full_params(
                 wait = next(starting, None)
             while values:
                 yield values.popleft()
-                wait = wait or next(starting, None)  # the caller is done with a tensor of the unit before
+                # the caller has finished with one tensor of the previous unit
+                wait = wait or next(starting, None)
     finally:
-        if wait is not None:  # the caller stopped early
+        if wait is not None:  # early exit of the caller
             wait()
 
 
@@ -86,7 +89,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class _Piece(NamedTuple):
-    """The elements [first, end) of a unit's flat parameter, and the parameters in them."""
+    """Elements [first, end) of a unit's flat parameter, and the parameters within."""
 
     module: ShardedModule
     named: list[tuple[str, ManagedParam]]
@@ -101,7 +104,7 @@ def _pieces(
     is_wanted: Callable[[str], bool],
     max_nbytes: int | None,
 ) -> list[_Piece]:
-    """The unit as one piece, or as several where it is larger than ``max_nbytes``."""
+    """Split a unit into pieces of at most ``max_nbytes``, or into one per larger parameter."""
     prefix = clean_name(f"{path}.") if path else ""
     params = sorted(common.managed_params(module._handle), key=lambda param: param.place)
     named = [(prefix + param.fqn, param) for param in params if is_wanted(prefix + param.fqn)]
@@ -126,7 +129,7 @@ def _pieces(
 def _start_piece(
     piece: _Piece, dtype: torch.dtype | None, rank0_only: bool
 ) -> Callable[[], list[tuple[str, Tensor]]]:
-    """Start to gather a piece. Returns a function that waits for its whole parameters. Collective."""
+    """Start the all-gather of a piece. Return a function that waits for its full parameters. Collective."""
     module, handle = piece.module, handle_of(piece.module)
     with common.bound_runtime(module):
         check_idle(module, summoned=False)
@@ -148,7 +151,7 @@ def _start_piece(
         with collective_errors.explained("gathering parameters"):
             (whole,) = wait_for_whole()
             values = [] if rank0_only and module.rank else _values(piece, whole)
-        # the smallest first: with it the caller is done before the next gather begins
+        # smallest first: the caller has finished with it when the next all-gather starts
         return sorted(values, key=lambda value: value[1].nbytes)
 
     return wait

@@ -1,4 +1,4 @@
-"""An optimizer's state by original names, made into what this rank's holds: shards, by its own keys."""
+"""Conversion of an optimizer's state keyed by FQNs into this rank's: shards, under the optimizer's own keys."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ from fsdp_c.state.sharded_values import (
 )
 from fsdp_c.state.whole_state import WholeState, has_tensors, loaded_state, moved_to_owners
 
-MAX_NAMES = 4  # in a message
+MAX_NAMES = 4  # maximum number of names in a message
 
 
 class LoadOptions(NamedTuple):
-    rank0_only: bool  # rank 0 has the state dict, the others pass nothing
-    named_optim: torch.optim.Optimizer | None  # the optimizer, if its state dict is keyed by names; else None
-    group: dist.ProcessGroup | None  # None: of the ranks that hold the model
-    # the parameters that this rank steps whole; None where it steps what it has of each
+    rank0_only: bool  # True if only rank 0 passes a state dict
+    named_optim: torch.optim.Optimizer | None  # the optimizer if its state dict is keyed by names, else None
+    group: dist.ProcessGroup | None  # None: the group of the ranks that hold the model
+    # FQNs of the parameters that this rank steps unsharded; None if it steps its shard of each
     owned: frozenset[str] | None = None
 
 
 class _OnRank0:
-    """A tensor that rank 0 has. The other ranks are sent its shape and dtype."""
+    """Tensor on rank 0. Other ranks receive its shape and dtype by pickle."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, value: Tensor | None = None) -> None:
         self.shape, self.dtype, self.value = shape, dtype, value
@@ -65,7 +65,7 @@ class _OnRank0:
         return _OnRank0, (self.shape, self.dtype)
 
     def broadcast(self, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
-        """A copy on every rank. Collective."""
+        """Return a copy on every rank. Collective."""
         if self.value is None:
             received = torch.empty(self.shape, dtype=self.dtype, device=device)
         else:
@@ -79,17 +79,17 @@ class _Target(NamedTuple):
 
     module: ShardedModule
     layout: ParamLayout
-    key: tuple[str, str]  # the parameter's FQN, and the name of the state
+    key: tuple[str, str]  # FQN of the parameter, name of the state
     value: Tensor | _OnRank0
 
 
 def load_optim_state(
     params: OptimParams, keys: dict[Key, nn.Parameter], osd: StateDict, options: LoadOptions
 ) -> ParamState:
-    """What ``optim.load_state_dict()`` takes. Collective where ``osd`` is sharded or on rank 0 only.
+    """Return the argument for ``optim.load_state_dict()``. Collective if ``osd`` is sharded or on rank 0 only.
 
-    ``osd`` is not changed. Raises ValueError for a dict without "state", and for values that do not fit,
-    KeyError for a group with names that are not those of the optimizer's parameters.
+    ``osd`` is not modified. Raises ValueError for a dict without "state" and for values of wrong shape,
+    KeyError for a group that names parameters missing in the optimizer.
     """
     if options.rank0_only or options.owned is not None:
         options = options._replace(group=options.group or group_of_model(params.model))
@@ -119,7 +119,7 @@ def load_optim_state(
 
 
 def _without_tensors(value: object) -> Any:
-    """``value`` with an ``_OnRank0`` in place of each tensor that is not 0-d."""
+    """Return ``value`` with each tensor replaced by an ``_OnRank0``, except 0-d ones."""
     if isinstance(value, Tensor):
         return value.detach().cpu() if value.dim() == 0 else _OnRank0(value.shape, value.dtype, value)
     if isinstance(value, dict):
@@ -131,8 +131,10 @@ def _without_tensors(value: object) -> Any:
 
 
 def _with_vectors(params: OptimParams, states: dict[str, ParamState]) -> dict[str, ParamState]:
-    """State of the shape of a parameter without dimensions becomes a vector of one element, as the parameter's
-    shard is. Single numbers, such as "step", stay as they are."""
+    """Reshape state of 0-d parameters to vectors of one element, the shape of their shards.
+
+    Single numbers, such as "step", keep their shape.
+    """
     if all(shape for module in params.units for shape in handle_of(module).flat_param._shapes):
         return states
     numbers = names_of_numbers(
@@ -155,7 +157,7 @@ def _with_vectors(params: OptimParams, states: dict[str, ParamState]) -> dict[st
 
 
 def _fits(shape: torch.Size, layout: ParamLayout) -> bool:
-    """True for the parameter's shape, and for a vector in place of a parameter without dimensions."""
+    """Return True for the parameter's full shape, and for (1,) if the parameter is 0-d."""
     return shape == layout.full_shape or (not layout.shape and shape == (1,))
 
 
@@ -165,9 +167,9 @@ def _fits(shape: torch.Size, layout: ParamLayout) -> bool:
 def _with_whole_states(
     params: OptimParams, states: dict[str, ParamState], options: LoadOptions
 ) -> dict[str, ParamState]:
-    """What has not its parameter's shape becomes a ``WholeState``, on the parameter's owner.
+    """Wrap state whose shape differs from its parameter's in ``WholeState``, and move it to the parameter's owner.
 
-    Collective where only one rank has it. See [Note: Whole state] in fsdp_c/state/whole_state.py.
+    Collective if only one rank has such state. See [Note: Whole state] in fsdp_c/state/whole_state.py.
     """
     assert options.owned is not None
     holder = 0 if options.group is None else dist.get_global_rank(options.group, 0)
@@ -199,14 +201,14 @@ def _own_or_meta(one: _OnRank0) -> Tensor:
 def _is_tensor(value: object) -> bool:
     if type(value) is Tensor:
         return value.dim() > 0
-    # a ShardedTensor is asked nothing that would go through its dispatcher
+    # type checked first: dim() of a ShardedTensor uses its dispatcher
     if isinstance(value, (_OnRank0, ShardedTensor, DTensor)):
         return True
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _targets(params: OptimParams, states: dict[str, ParamState]) -> list[_Target]:
-    """All tensors of managed parameters, in an order that ranks share. Raises ValueError for wrong shapes."""
+    """Return all tensors of managed parameters, in the same order on all ranks. Raise ValueError for wrong shapes."""
     targets = []
     for known, fqn, layout in params.originals():
         for name, value in sorted(states.get(fqn, {}).items()):
@@ -224,7 +226,9 @@ def _targets(params: OptimParams, states: dict[str, ParamState]) -> list[_Target
 
 
 def _shards(targets: Sequence[_Target], options: LoadOptions) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """By FQN and state name, this rank's part of each tensor: 1-D, or in its shape if nothing is sharded."""
+    """Yield ((FQN, state name), this rank's part) of each tensor, in its own shape if the unit is not
+    sharded, else 1-D.
+    """
     parallel, on_rank_0, sharded, whole = [], [], [], []
     for target in targets:
         if target.module._fsdp_extension is not None:
@@ -238,7 +242,7 @@ def _shards(targets: Sequence[_Target], options: LoadOptions) -> Iterator[tuple[
     yield from _shards_from_rank_0(on_rank_0, options)
     for group, members in by_group(sharded):
         yield from _parts_of_rows(members, group)
-    # where tensor parallelism divides too (parity 24): whole over the unit's ranks, then this one's
+    # take this rank's part under tensor parallelism from the full value, then its shard of that part
     for group, members in by_group(parallel):
         _agree_on(members, group)
     for target in parallel:
@@ -247,7 +251,7 @@ def _shards(targets: Sequence[_Target], options: LoadOptions) -> Iterator[tuple[
 
 
 def _whole_of(target: _Target, options: LoadOptions) -> Tensor:
-    """The value of a target, on every rank. Collective where rank 0 has it."""
+    """Return the full value of a target on every rank. Collective if only rank 0 has it."""
     if isinstance(target.value, _OnRank0):
         return target.value.broadcast(target.module.compute_device, options.group)
     return target.value.detach()
@@ -256,7 +260,7 @@ def _whole_of(target: _Target, options: LoadOptions) -> Tensor:
 def _parts_of_rows(
     targets: Sequence[_Target], group: dist.ProcessGroup
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Of sharded values, of which every rank of the group has its rows. All ranks raise the error of any."""
+    """Yield this rank's parts of sharded values, from its rows. Collective. All ranks raise the error of any."""
     error, rows = None, []
     try:
         rows = [(t, rows_of_value(t.value, t.key[0], t.module, t.layout).detach()) for t in targets]
@@ -275,7 +279,7 @@ def _parts_of_rows(
 
 
 def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Exception | None = None) -> None:
-    """Raise, before anything moves, where a rank has an error or ranks pass different state. Collective."""
+    """Raise on all ranks, before any transfer, if one has an error or ranks pass different state. Collective."""
     known = [(*target.key, str(dtype_of(target.value))) for target in targets]
     own = dist.get_rank(), None if error is None else str(error), known
     compared = repr(own[1:]).encode()
@@ -297,8 +301,8 @@ def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Excep
 
 
 def _own_parts(targets: Sequence[_Target]) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """This rank's parts of values that it has whole, but of those that go into a flat tensor as they are."""
-    sources: dict[tuple[str, str], Tensor] = {}  # one call for all costs less than two for each
+    """Yield this rank's parts of full values, except of those that ``_flat_tensor`` copies directly."""
+    sources: dict[tuple[str, str], Tensor] = {}  # joined by one call: cheaper than two calls per value
     ranges, numels = [], []
     for module, members in itertools.groupby(targets, lambda target: target.module):
         is_sharded = handle_of(module).layout.sharded
@@ -318,7 +322,7 @@ def _own_parts(targets: Sequence[_Target]) -> Iterator[tuple[tuple[str, str], Te
 
 
 def _is_plain(value: Tensor, layout: ParamLayout) -> bool:
-    """Whether the bytes of ``value`` are those of the parameter in its flat parameter, in CPU memory."""
+    """Return True if ``value`` is in CPU memory, in the memory order of its parameter in the flat parameter."""
     is_cpu = type(value) is Tensor and value.is_cpu and not value.requires_grad
     return is_cpu and layout.order is None and value.is_contiguous()
 
@@ -326,7 +330,8 @@ def _is_plain(value: Tensor, layout: ParamLayout) -> bool:
 def _own_part(target: _Target, value: Tensor) -> Tensor:
     layout = target.layout
     sharded = handle_of(target.module).layout.sharded
-    if not sharded and value.shape != layout.shape:  # OptimParam.takes_any_shape
+    # state of another shape is kept, see OptimParam.takes_any_shape
+    if not sharded and value.shape != layout.shape:
         return value.clone()
     part = own_part(target.module, layout, value).clone()
     return part if sharded else from_memory_order(part, layout.shape, layout.order)
@@ -335,8 +340,11 @@ def _own_part(target: _Target, value: Tensor) -> Tensor:
 def _shards_from_rank_0(
     targets: Sequence[_Target], options: LoadOptions
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Rank 0 sends each rank its part, where it is in the unit's group; else everything to everyone, one by
-    one."""
+    """Yield this rank's parts of values on rank 0. Collective.
+
+    Ranks of a unit that shards over all ranks receive only their parts; values of other units are broadcast
+    one by one.
+    """
     world_size = dist.get_world_size(options.group)
     direct: list[_Target] = []
     others: list[_Target] = []
@@ -391,7 +399,7 @@ def _rekeyed(
                 if numel or isinstance(value, WholeState):
                     state[name] = shards[names[0], name] if _is_tensor(value) else _own_scalar(value)
         if not state and options.named_optim is not None:
-            # optimizers keyed by names want state of every parameter, also of one without elements here
+            # optimizers keyed by names expect state of every parameter, also without elements on this rank
             if param in options.named_optim.state:
                 state = copy.deepcopy(options.named_optim.state[param])
             else:
@@ -414,7 +422,7 @@ def _own_scalar(value: object) -> object:
 
 
 def _user_state(value: Any, options: LoadOptions) -> Any:
-    """State that no unit manages, as it is; from rank 0 where only that has it."""
+    """Return a copy of state that no unit manages. Collective if only rank 0 has it."""
     if isinstance(value, dict):
         return {key: _user_state(one, options) for key, one in value.items()}
     if isinstance(value, _OnRank0):
@@ -423,15 +431,15 @@ def _user_state(value: Any, options: LoadOptions) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
-# ---- one flat parameter for many original ones
+# ----------------------------------------------------------------- state of flat parameters
 
 
 def _flat_state(
     known: OptimParam, states: dict[str, ParamState], shards: dict[tuple[str, str], Tensor]
 ) -> ParamState:
-    """The state of a flat parameter, from those of its original parameters, which must be of one kind.
+    """Return the state of a flat parameter, joined from the states of its original parameters.
 
-    Missing tensors are zeros. ValueError for state that differs in names, types, dtypes or scalars.
+    Missing tensors are zeros. Raises ValueError if state names, types, dtypes or scalars differ between them.
     """
     given = {fqn: states[fqn] for fqn in known.fqns if states.get(fqn)}
     if not given:
@@ -461,7 +469,7 @@ def _kind(value: object) -> str:
 
 
 def _check_alike(known: OptimParam, name: str, values: dict[str, Any]) -> None:
-    """ValueError for what cannot be one state of a flat parameter, which has one scalar for all."""
+    """Raise ValueError for values that cannot be joined: a flat parameter has one kind and one scalar per state."""
     (first_fqn, first), *others = values.items()
     kind = _kind(first)
     for fqn, value in others:
@@ -500,9 +508,9 @@ def _flat_tensor(
     shards: dict[tuple[str, str], Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
-    """One call joins the parts, and those that ``_own_parts`` left in their values, with zeros between."""
+    """Join the parts in one call, with zeros between them. Parts missing in ``shards`` are read from ``values``."""
     layout, size = handle_of(known.owner).layout, dtype.itemsize
-    # what has each part, its first element there; the first one in the shard, numel
+    # (source, first element in the source, first element in the shard, numel)
     parts: list[tuple[Tensor, int, int, int]] = []
     for fqn, own, (_, offset, numel, start) in zip(
         known.fqns, param_layouts(known.owner), layout.shard_ranges(), strict=True
@@ -526,7 +534,7 @@ def _flat_tensor(
     return flat
 
 
-# ---- groups
+# ----------------------------------------------------------------- param groups
 
 
 def _check_groups(groups: Sequence[ParamGroup], params: OptimParams, keys: dict[Key, nn.Parameter]) -> None:

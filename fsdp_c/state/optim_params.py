@@ -1,4 +1,4 @@
-"""A model's parameters as its optimizer knows them: flat or original ones, names, ids and units."""
+"""Parameters of a model as held by its optimizer, flat or original: names, FQNs, keys and units."""
 
 from __future__ import annotations
 
@@ -18,57 +18,57 @@ from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_
 from fsdp_c.sharding.traversal import clean_name, joined, named_params
 from fsdp_c.state.sharded_values import ParamLayout, param_layouts
 
-Key = int | str  # of a parameter in the state dict of an optimizer: its position over all groups, or its name
+Key = int | str  # key of a parameter in an optimizer's state dict: its position over all groups, or its name
 
 
 class OptimParam(NamedTuple):
     """One parameter that an optimizer may hold."""
 
-    name: str  # its own in the model; a flat parameter's ends in _flat_param
-    fqns: tuple[str, ...]  # of the original parameters that it stands for
-    module: ShardedModule | None  # None for one that no unit manages
-    indices: tuple[int, ...]  # of the original parameters in the unit's flat parameter
+    name: str  # clean name in the model; ends in _flat_param for a flat parameter
+    fqns: tuple[str, ...]  # original parameters that it represents
+    module: ShardedModule | None  # None if no unit manages it
+    indices: tuple[int, ...]  # indices of the original parameters in the unit's flat parameter
 
     @property
     def owner(self) -> ShardedModule:
-        """The module whose unit manages it."""
+        """Module whose unit manages the parameter."""
         assert self.module is not None
         return self.module
 
     @property
     def is_original(self) -> bool:
-        """Whether it is one original parameter, or its part of a flat one."""
+        """True if this is one original parameter, or its range of a flat one."""
         return has_originals(self.owner)
 
     @property
     def layout(self) -> ParamLayout:
-        """Of the original parameter, where it is one."""
+        """Layout of the only original parameter."""
         return param_layouts(self.owner)[self.indices[0]]
 
     @property
     def layouts(self) -> dict[str, ParamLayout]:
-        """Of the original parameters, by FQN."""
+        """Layouts of the original parameters, by FQN."""
         layouts = param_layouts(self.owner)
         return {fqn: layouts[index] for fqn, index in zip(self.fqns, self.indices, strict=True)}
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank's optimizer has the original parameter, in its own shape."""
+        """True if every rank's optimizer has the original parameter in its own shape."""
         return self.is_original and not handle_of(self.owner).layout.sharded
 
     @property
     def takes_any_shape(self) -> bool:
-        """Whether state is kept as it is, of whatever shape: every rank has the whole of it."""
+        """True if state of any shape is kept unchanged, because every rank has all of it."""
         return self.is_whole and self.owner._fsdp_extension is None
 
 
 def has_originals(module: ShardedModule) -> bool:
-    """Whether optimizers hold the original parameters of a unit, or their ranges of the flat one."""
+    """Return True if optimizers hold a unit's original parameters, or ranges of its flat parameter."""
     return module._use_orig_params or bool(ranges_of(handle_of(module)))
 
 
 class OptimParams:
-    """The parameters of ``model`` in the order of ``named_parameters()``.
+    """Parameters of ``model`` in the order of ``named_parameters()``.
 
     Raises IndexError for a model without units, AssertionError for units that differ in ``use_orig_params``.
     """
@@ -100,9 +100,10 @@ class OptimParams:
 
     @classmethod
     def of_originals(cls, model: nn.Module) -> OptimParams:
-        """Of which each stands for one original parameter: ranges of flat parameters are made."""
+        """Return one entry per original parameter, with ranges made for flat parameters."""
         flat = [module for module in cls(model).units if not module._use_orig_params]
-        made = [make_ranges(handle_of(module)) for module in flat]  # alive until the result holds them
+        # references until the result holds the ranges
+        made = [make_ranges(handle_of(module)) for module in flat]
         found = cls(model)
         del made
         return found
@@ -134,12 +135,14 @@ class OptimParams:
         return found
 
     def original(self, param: nn.Parameter) -> nn.Parameter:
-        """What an optimizer holds: between a forward and its backward modules may show views of gathered
-        parameters."""
+        """Return the parameter that an optimizer holds.
+
+        Between a forward and its backward, modules may expose views of unsharded parameters instead.
+        """
         return self._shown.get(param, param)
 
     def originals(self) -> Iterator[tuple[OptimParam, str, ParamLayout]]:
-        """Of each original parameter that units manage what stands for it, its FQN and its layout."""
+        """Yield (entry, FQN, layout) of each original parameter that units manage."""
         for known in self.by_param.values():
             if known.module is not None:
                 layouts = param_layouts(known.module)
@@ -148,15 +151,15 @@ class OptimParams:
 
     @functools.cached_property
     def by_fqn(self) -> dict[str, tuple[nn.Parameter, OptimParam]]:
-        """What stands for an original parameter of this name."""
+        """(Parameter, entry) by FQN of the original parameter."""
         return {fqn: (param, known) for param, known in self.by_param.items() for fqn in known.fqns}
 
     def keys(
         self, optim: torch.optim.Optimizer | None, optim_input: OptimInput, names: Iterable[object] | None
     ) -> dict[Key, nn.Parameter]:
-        """The parameters by keys in the optimizer's state dict; ``optim_input`` counts if it is not None.
+        """Return the parameters by their keys in the optimizer's state dict. ``optim_input`` wins if not None.
 
-        ``names``: those in a state dict that is keyed by names, which may have the wrappers' segments or not.
+        ``names``: keys of a state dict keyed by names, with or without the wrappers' segments; None for ids.
         """
         if names is not None:
             clean: dict[Key, nn.Parameter] = {
@@ -177,16 +180,16 @@ class OptimParams:
         return dict(enumerate(found))
 
 
-# of torch's optimizers
+# names of 0-d states of torch's optimizers
 _NUMBERS = frozenset({"step", "mu", "eta", "mu_product"})
 
 
 def names_of_numbers(states: Iterable[tuple[torch.Size, Mapping[str, tuple[int, ...]]]]) -> set[str]:
-    """The names of states that are one number for each parameter, such as "step".
+    """Return the names of states that are one number per parameter, such as "step".
 
-    ``states``: the shape of each parameter, and those of its states by name. Parameters with dimensions show
-    which names are numbers. A parameter without dimensions does not, as its other states have no dimensions
-    either: without other parameters torch's own names decide.
+    ``states``: (parameter shape, state shapes by name) of each parameter. Parameters with dimensions
+    determine the result. All states of 0-d parameters are 0-d, so without other parameters torch's own names
+    decide.
     """
     numbers: set[str] = set()
     others: set[str] = set()
@@ -200,7 +203,7 @@ def names_of_numbers(states: Iterable[tuple[torch.Size, Mapping[str, tuple[int, 
 
 
 def with_params(group: ParamGroup, params: list[Any]) -> ParamGroup:
-    """A group with copies of its options, and ``params`` in place of its own."""
+    """Return a group with copies of the options of ``group``, and with ``params``."""
     options = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
     return {**options, "params": params}
 
@@ -213,15 +216,14 @@ def check_optimizer(optim: object) -> None:
 
 
 def params_of_input(optim_input: OptimInput | nn.Module) -> list[nn.Parameter]:
-    """The parameters that an optimizer built of ``optim_input`` holds, in order: of tensors, groups, or a
-    model.
+    """Return the parameters of an optimizer built from ``optim_input`` (tensors, groups, or a model), in order.
 
-    Raises TypeError for anything else, ValueError for nothing, AssertionError for a group without "params".
+    Raises TypeError for other input, ValueError for empty input, AssertionError for a group without "params".
     """
     if isinstance(optim_input, nn.Module):
         return list(optim_input.parameters())
     try:
-        given: list[Any] = list(optim_input)  # type: ignore[arg-type]  # None has its TypeError below
+        given: list[Any] = list(optim_input)  # type: ignore[arg-type]  # TypeError for None, see below
     except TypeError as error:
         raise TypeError(
             f"Optimizer input should be an iterable of Tensors or dicts, but got {type(optim_input).__name__}"
@@ -246,14 +248,14 @@ def params_of_input(optim_input: OptimInput | nn.Module) -> list[nn.Parameter]:
 def held_params(
     model: nn.Module, optim_input: OptimInput, optim: torch.optim.Optimizer | None
 ) -> list[nn.Parameter]:
-    """What the optimizer holds, in order; ``optim_input`` counts where it is not None."""
+    """Return the parameters that the optimizer holds, in order. ``optim_input`` is used if it is not None."""
     if optim_input is None and optim is not None:
         return [param for group in optim.param_groups for param in group["params"]]
     return params_of_input(model if optim_input is None else optim_input)
 
 
 def names_of_params(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The one name of each parameter of a model, wrapped or not. Raises RuntimeError for one with several."""
+    """Return the only name of each parameter of a model, wrapped or not. Raise RuntimeError for several names."""
     names: dict[nn.Parameter, str] = {}
     params = OptimParams(model) if units_with_paths(model) else None
     for name, shown in model.named_parameters(remove_duplicate=False):

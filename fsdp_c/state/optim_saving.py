@@ -1,9 +1,9 @@
-"""An optimizer's state over shards, saved by original names: whole tensors, or this rank's rows of them.
+"""State of an optimizer over shards, saved under FQNs: full tensors, or this rank's rows.
 
 [Note: One agreement]
-Ranks hold state of different parameters: with original parameters a rank whose shard has nothing of one holds
-no state of it. So they tell each other once what they have, for the whole model: names, dtypes and the values
-of scalars. Then every rank knows what comes, and the tensors move by few large transfers.
+Ranks hold state of different parameters: with original parameters, a rank without elements of a parameter
+holds no state of it. All ranks therefore exchange, once per model, the names, dtypes and scalar values of
+their state. After that every rank can compute all transfers, and tensors are moved in few large ones.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from fsdp_c.tools import collective_errors
 
 class SaveOptions(NamedTuple):
     rank0_only: bool
-    shard_state: bool  # rows of each tensor instead of whole ones
+    shard_state: bool  # True for rows of each tensor, False for full tensors
     cpu_offload: bool
-    group: dist.ProcessGroup | None  # None: of the ranks that hold the model
+    group: dist.ProcessGroup | None  # None: the group of the ranks that hold the model
 
     @property
     def returns_state(self) -> bool:
-        """Whether this rank returns what all take part in making."""
+        """True if this rank returns state. All ranks take part in the collectives."""
         return not self.rank0_only or self.shard_state or dist.get_rank(self.group) == 0
 
 
@@ -56,7 +56,7 @@ _Tensors = tuple[tuple[str, torch.dtype], ...]
 
 
 class _Held(NamedTuple):
-    """What a rank has of one parameter's state: told to the others, so of small picklable values."""
+    """State of one parameter on one rank, sent to other ranks: small picklable values only."""
 
     tensors: _Tensors
     scalars: tuple[tuple[str, complex, torch.dtype], ...]  # 0-d tensors
@@ -66,10 +66,10 @@ class _Held(NamedTuple):
 def save_optim_state(
     params: OptimParams, keys: dict[Key, nn.Parameter], osd: StateDict, options: SaveOptions
 ) -> StateDict:
-    """The state dict by original names. Collective. ``osd`` is not changed, and no tensor shared with it."""
+    """Return the state dict keyed by FQNs. Collective. ``osd`` is not modified and shares no tensor with the result."""
     options = options._replace(group=options.group or group_of_model(params.model))
     key_of = {param: key for key, param in keys.items()}
-    local = {  # in the optimizer's order
+    local = {  # order of the optimizer
         params.by_param[param]: osd["state"][key]
         for param, key in key_of.items()
         if param in params.by_param and key in osd["state"]
@@ -94,18 +94,20 @@ def save_optim_state(
 
 
 class _Told(NamedTuple):
-    """What one rank tells the others."""
+    """Report of one rank to all others."""
 
     held: dict[str, _Held]
-    lacking: frozenset[str]  # parameters of which its shard has elements and its optimizer no state
-    names: bytes  # a digest of all names
+    lacking: frozenset[str]  # parameters with elements on the rank, but without optimizer state
+    names: bytes  # digest of all names
     error: str | None
 
 
 def _agree(
     params: OptimParams, local: dict[OptimParam, ParamState], group: dist.ProcessGroup | None
 ) -> dict[OptimParam, _Held]:
-    """What there is of each managed parameter's state, in the result's order; see [Note: One agreement]."""
+    """Return the agreed state of each managed parameter, in the result's order. Collective. See [Note: One
+    agreement].
+    """
     managed = {known.name: known for known in params.by_param.values() if known.module is not None}
     own = {
         known.name: state
@@ -152,20 +154,23 @@ def _agree(
 
 
 def _own_numel(known: OptimParam) -> int:
-    """How many elements this rank's state of a parameter has."""
+    """Return the number of elements of this rank's state of a parameter."""
     layout = handle_of(known.owner).layout
     return layout.shard_ranges()[known.indices[0]][2] if known.is_original else layout.shard_numel
 
 
 def holds_elements(known: OptimParam) -> bool:
-    """Some optimizers keep state of a parameter without elements, whose scalars then are those of no step."""
+    """Return False for state of a parameter without elements on this rank, unless it is empty on all ranks.
+
+    Some optimizers keep such state, with scalars that no step has updated.
+    """
     if not known.is_original or _own_numel(known):
         return True
     return known.layout.shape.numel() == 0
 
 
 def _misfit(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> str | None:
-    """The error for state that is not of its parameter's shape, or None."""
+    """Return the error message for state whose shape differs from its parameter's, or None."""
     found = []
     for name, state in states.items():
         known = managed[name]
@@ -198,12 +203,15 @@ def _misfit(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> st
 
 
 def _described(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> dict[str, _Held]:
-    """What this rank has. All 0-d tensors are read with one synchronisation per dtype and device."""
+    """Return the description of this rank's state.
+
+    All 0-d tensors are read with one synchronization per dtype and device.
+    """
     held: dict[str, tuple[list[Any], list[Any], list[Any]]] = {}
     numbers: dict[tuple[torch.dtype, torch.device], list[tuple[list[Any], int, Tensor]]] = {}
     for name, state in states.items():
         tensors, scalars, others = held[name] = [], [], []
-        # a parameter without dimensions that every rank has: its state is no number
+        # state of a 0-d parameter that every rank has is a tensor, not a number
         is_whole = managed[name].takes_any_shape and not managed[name].layout.shape
         for key, value in sorted(state.items()):
             if not isinstance(value, Tensor):
@@ -217,7 +225,7 @@ def _described(managed: dict[str, OptimParam], states: dict[str, ParamState]) ->
         read = torch.stack([value for *_, value in entries]).tolist()
         for (scalars, index, _), number in zip(entries, read, strict=True):
             scalars[index] = (scalars[index], number, dtype)
-    kinds: dict[_Tensors, _Tensors] = {}  # equal tuples become one object, which is pickled once
+    kinds: dict[_Tensors, _Tensors] = {}  # equal tuples share one object, which is pickled once
     result = {}
     for name, (tensors, scalars, others) in held.items():
         kind = tuple(tensors)
@@ -241,7 +249,7 @@ def _check_same_tensors(name: str, told: Sequence[dict[str, _Held]]) -> None:
 
 
 def _merged(name: str, told: Sequence[dict[str, _Held]]) -> _Held:
-    """What the ranks that have state of a parameter agree on."""
+    """Return the state of a parameter that all ranks with state agree on. Raise if they differ."""
     having = {rank: one[name] for rank, one in enumerate(told) if name in one}
     first_rank, first = next(iter(having.items()))
     for rank, other in having.items():
@@ -265,10 +273,11 @@ def _merged(name: str, told: Sequence[dict[str, _Held]]) -> _Held:
 def _tensors(
     local: dict[OptimParam, ParamState], held: dict[OptimParam, _Held], options: SaveOptions
 ) -> dict[tuple[str, str], Tensor]:
-    """By FQN and state name, the tensors that are sharded as parameters are."""
+    """Return the tensors that are sharded like their parameters, by (FQN, state name). Collective."""
     keys: list[tuple[str, str]] = []
     parts: list[Part] = []
-    flat: list[tuple[ShardedModule, Tensor, OptimParam, str]] = []  # of which every rank has an even part
+    # tensors of which every rank has a shard of equal size
+    flat: list[tuple[ShardedModule, Tensor, OptimParam, str]] = []
     nothing = {
         dtype: torch.empty(0, dtype=dtype, device="cpu") for one in held.values() for _, dtype in one.tensors
     }
@@ -278,7 +287,7 @@ def _tensors(
         is_plain = is_sharded and module._fsdp_extension is None
         is_flat = is_plain and not has_originals(module) and not options.shard_state
         for name in sorted({name for one in dtypes for name in one}):
-            # of one name, they are a flat parameter evenly spread
+            # states of one name are one evenly sharded flat tensor
             for known, one in zip(same_unit, dtypes, strict=True):
                 if name not in one:
                     continue
@@ -321,7 +330,10 @@ def _whole_states(
     held: dict[OptimParam, _Held],
     options: SaveOptions,
 ) -> dict[tuple[str, str], Any]:
-    """See [Note: Whole state] in fsdp_c/state/whole_state.py."""
+    """Return the values of states with their own shapes. Collective.
+
+    See [Note: Whole state] in fsdp_c/state/whole_state.py.
+    """
     found: dict[tuple[str, str], WholeState] = {}
     for known, one in held.items():
         for name, told in one.others:
@@ -363,7 +375,7 @@ def _assembled(
                 for name, value in one.others
             }
             if params.use_orig_params:
-                # as in torch: the optimizer's where nothing is gathered, else tensors come last
+                # order of keys as in torch: the optimizer's for units that are not sharded, else tensors last
                 names = [entry[0] for kind in (one.others, one.scalars, one.tensors) for entry in kind]
                 is_local = known in local and not handle_of(known.owner).layout.sharded
                 state[fqn] = {name: state[fqn][name] for name in (local[known] if is_local else names)}
@@ -374,9 +386,9 @@ def _assembled(
 
 
 def _new_scalars(held: dict[OptimParam, _Held]) -> dict[torch.dtype, Iterator[Tensor]]:
-    """By dtype, 0-d tensors in the order of the result: one for each parameter's each scalar.
+    """Return 0-d tensors by dtype, one per parameter and scalar, in the order of the result.
 
-    They are on the CPU, as in torch: an optimizer that is not capturable counts its steps there.
+    All are on the CPU, as in torch: an optimizer that is not capturable counts its steps there.
     """
     values: dict[torch.dtype, list[complex]] = {}
     for known, one in held.items():
@@ -409,4 +421,4 @@ def _copy_unknown(
             "own.",
             stacklevel=5,
         )
-        result[key] = copy.copy(value)  # type: ignore[index]  # the user's own keys are copied, of whatever type
+        result[key] = copy.copy(value)  # type: ignore[index]  # the user's own keys may have any type

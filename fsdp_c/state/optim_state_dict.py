@@ -1,4 +1,4 @@
-"""State dicts of optimizers over units: to original names and back, and the older functions for the same."""
+"""State dicts of optimizers over units: conversion to FQNs and back, and FSDP1's deprecated functions for it."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Group = dist.ProcessGroup | None
 def optim_state_dict(
     model: nn.Module, optim: Optimizer, optim_state_dict: StateDict | None = None, group: Group = None
 ) -> StateDict:
-    """The state dict of ``optim`` by the unwrapped model's names, of the selected type. Collective.
+    """Return the state dict of ``optim`` keyed by FQNs, of the selected type. Collective.
 
-    ``optim_state_dict``: what to convert instead of ``optim.state_dict()``. FULL_STATE_DICT gives whole
-    tensors, on rank 0 alone with ``rank0_only`` ({} on the others); the other types this rank's rows, as
-    ShardedTensor or, where the model has a mesh, DTensor. No tensor is shared with the optimizer. State in 8 or 4 bits
-    of torchao's and bitsandbytes' optimizers is float32.
+    ``optim_state_dict``: replaces ``optim.state_dict()``. FULL_STATE_DICT gives full tensors, with
+    ``rank0_only`` on rank 0 only ({} on other ranks); the other types give this rank's rows, as
+    ShardedTensor, or as DTensor if the model has a device mesh. No tensor is shared with the optimizer. State
+    in 8 or 4 bits of torchao's and bitsandbytes' optimizers is dequantized to float32.
 
-    Raises IndexError for a model without units, RuntimeError where a rank lacks state that it should
-    have, ValueError for state that is not of its parameter's shape, AssertionError where scalars differ
-    between ranks.
+    Raises IndexError for a model without units, RuntimeError if a rank lacks state that rank 0 has,
+    ValueError for state whose shape differs from its parameter's, AssertionError if scalars differ between
+    ranks.
     """
     params = OptimParams(model)
     check_optimizer(optim)
@@ -70,7 +70,7 @@ def _save(
             "Expected optim_input to be None and rank0_only to be False for sharded state, got "
             f"{optim_input} and {options.rank0_only}"
         )
-    is_named = isinstance(next(iter(osd["state"]), None), str)  # empty state is not
+    is_named = isinstance(next(iter(osd["state"]), None), str)  # empty state has no names
     keys = params.keys(optim, optim_input, osd["state"] if is_named else None)
     if quantizes(optim):
         device = torch.device("cpu") if options.cpu_offload else None
@@ -88,13 +88,14 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: Group = None,
 ) -> StateDict:
-    """What ``optim.load_state_dict()`` takes, from a state dict by names as of ``optim_state_dict()``.
+    """Return the argument for ``optim.load_state_dict()``, from a result of ``optim_state_dict()``.
 
-    It may come from another number of ranks, other wrapping or the other ``use_orig_params``. With
-    ``rank0_only`` only rank 0 passes one. ``load_directly`` loads it as well. ``optim_state_dict`` stays
-    as it is. State that ``optim`` keeps in 8 or 4 bits is quantized. Collective.
+    The state dict may have been saved with another number of ranks, other wrapping or another
+    ``use_orig_params``. Only rank 0 passes one with ``rank0_only``. ``load_directly``: also load the result
+    into ``optim``. ``optim_state_dict`` is not modified. State that ``optim`` keeps in 8 or 4 bits is
+    quantized. Collective.
 
-    Raises ValueError for a dict without "state" or values that do not fit their parameters.
+    Raises ValueError for a dict without "state" or for values whose shapes differ from their parameters'.
     """
     params = OptimParams(model)
     check_optimizer(optim)
@@ -110,7 +111,7 @@ def optim_state_dict_to_load(
     return result
 
 
-# ----------------------------------------------------------------- the older functions
+# ----------------------------------------------------------------- deprecated functions
 
 
 def _warn_legacy(old: str, new: str) -> None:
@@ -139,7 +140,7 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: Group = None,
 ) -> StateDict:
-    """``optim_state_dict()`` with whole tensors on the CPU. Deprecated, like ``optim_input``. Collective."""
+    """Return ``optim_state_dict()`` with full tensors on the CPU. Deprecated, like ``optim_input``. Collective."""
     _warn_legacy("full_optim_state_dict", "optim_state_dict")
     _warn_optim_input(optim_input)
     options = SaveOptions(rank0_only, False, True, group)
@@ -147,7 +148,7 @@ def full_optim_state_dict(
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Group = None) -> StateDict:
-    """``optim_state_dict()`` with this rank's rows of each tensor. Deprecated. Collective."""
+    """Return ``optim_state_dict()`` with this rank's rows of each tensor. Deprecated. Collective."""
     _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
     return _save(OptimParams(model), optim, None, None, SaveOptions(False, True, True, group))
 
@@ -158,7 +159,7 @@ def shard_full_optim_state_dict(
     optim_input: OptimInput = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
-    """``optim_state_dict_to_load()`` of whole tensors that every rank passes. Deprecated."""
+    """Return ``optim_state_dict_to_load()`` of full tensors that every rank passes. Deprecated."""
     _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_optim_input(optim_input)
     return _load(full_optim_state_dict, OptimParams(model), optim_input, optim, False, None)
@@ -167,7 +168,7 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
 ) -> StateDict:
-    """``optim_state_dict_to_load()`` of ``sharded_optim_state_dict()``'s result. Deprecated. Collective."""
+    """Return ``optim_state_dict_to_load()`` of the result of ``sharded_optim_state_dict()``. Deprecated. Collective."""
     _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
     return _load(sharded_optim_state_dict, OptimParams(model), None, optim, False, None)
 
@@ -179,7 +180,7 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: Group = None,
 ) -> StateDict:
-    """``optim_state_dict_to_load()`` of rank 0's whole tensors; others pass None. Deprecated. Collective."""
+    """Return ``optim_state_dict_to_load()`` of rank 0's full tensors. Other ranks pass None. Deprecated. Collective."""
     _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_optim_input(optim_input)
     return _load(full_optim_state_dict or {}, OptimParams(model), optim_input, optim, True, group)
@@ -194,7 +195,7 @@ def _load(
     group: Group,
     is_named: bool = False,
 ) -> StateDict:
-    owned_names = getattr(optim, "owned_names", None)  # WholeParameters'
+    owned_names = getattr(optim, "owned_names", None)  # method of WholeParameters
     owned = owned_names() if owned_names else None
     options = LoadOptions(rank0_only, optim if is_named else None, group, owned)
     with common.collector_paused():
@@ -206,7 +207,7 @@ def _load(
     return result
 
 
-# ----------------------------------------------------------------- keys of a plain model's state
+# ----------------------------------------------------------------- keys of plain models
 
 
 def rekey_optim_state_dict(
@@ -216,10 +217,10 @@ def rekey_optim_state_dict(
     optim_input: OptimInput = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
-    """A state dict keyed by names from one keyed by ids, or back, to exchange with one of a plain model.
+    """Convert a state dict keyed by ids to one keyed by names, or back, for exchange with an unwrapped model.
 
-    The same object where the keys are of that type already. Raises ValueError for keys of mixed types,
-    RuntimeError for a parameter with several names.
+    Returns the same object if its keys have the requested type already. Raises ValueError for keys of mixed
+    types, RuntimeError for a parameter with several names.
     """
     osd, key_type = optim_state_dict, optim_state_key_type
     _warn_optim_input(optim_input)

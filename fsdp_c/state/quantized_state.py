@@ -1,10 +1,10 @@
-"""State of torchao's and bitsandbytes' 8-bit and 4-bit optimizers: its float32 values, and state made of such values.
+"""State of torchao's and bitsandbytes' 8-bit and 4-bit optimizers: conversion to float32 values and back.
 
 [Note: Quantized state]
-torchao keeps an average in a tensor subclass. bitsandbytes keeps it as bytes, with a scale for each block and a table
-of levels beside them. Blocks divide this rank's shard, so that another number of ranks has other blocks. State dicts
-and checkpoints therefore have float32 values, and a load quantizes them. A shard with the same blocks gets the codes
-and scales that were saved, bit for bit.
+torchao keeps an average in a tensor subclass. bitsandbytes keeps bytes, a scale per block and a table of
+levels. Blocks divide this rank's shard, so another number of ranks has other blocks. State dicts and
+checkpoints therefore hold float32 values, and a load quantizes them again. A shard with unchanged blocks gets
+the saved codes and scales, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp_c.compat.aliases import ParamState
 
 
 class _Blockwise:
-    """One state of bitsandbytes: ``codes`` in the parameter's shape, a scale for each block, and a table of levels."""
+    """One state of bitsandbytes: ``codes`` in the parameter's shape, a scale per block, and a table of levels."""
 
     block_size = 256
 
@@ -30,7 +30,7 @@ class _Blockwise:
 
     @classmethod
     def all_of(cls, state: ParamState) -> dict[str, _Blockwise]:
-        """By name, those of one parameter. AdEMAMix, which has two averages in a state, is left out."""
+        """Return the states of one parameter, by name. AdEMAMix, with two averages in one state, is not supported."""
         found = {}
         for number in "12":
             codes, scales, levels = (state.get(f"{part}{number}") for part in ("state", "absmax", "qmap"))
@@ -62,11 +62,12 @@ def _unblocked(blocks: Tensor, like: Tensor) -> Tensor:
 
 
 def _write(state: Any, value: Tensor) -> None:
-    """Quantize a float32 ``value`` into ``state``.
+    """Quantize a float32 ``value`` into ``state`` so that dequantized values give their original codes and scales.
 
-    Libraries take the largest magnitude of a block as its scale, and their lowest level is above -1. The largest
-    magnitude of a dequantized block is below its scale if that element is negative, so that quantizing it again would
-    change the block. Each block is tried with the scale that it would have had, and its two neighbours for rounding.
+    Libraries take the largest magnitude of a block as its scale, and their lowest level is above -1. The
+    largest magnitude of a dequantized block is below its scale if that element is negative, so quantizing the
+    block again would change it. The original scale is reconstructed per block, and its two neighbours are
+    tried against rounding.
     """
     best = blocks = _blocks(value, state.block_size)
     largest = blocks.abs().amax(1, keepdim=True)
@@ -84,22 +85,22 @@ def _write(state: Any, value: Tensor) -> None:
     state.copy_(_unblocked(best, value))
 
 
-# ----------------------------------------------------------------- which optimizer it is
+# ----------------------------------------------------------------- optimizer types
 
 
 def _unwrapped(optim: Optimizer | None) -> Any:
-    """The optimizer inside of accelerate's."""
+    """Return the optimizer inside accelerate's wrapper."""
     return getattr(optim, "optimizer", optim)
 
 
 def is_made_of_tensors(value: object) -> bool:
-    """Whether a tensor, or this rank's part of a DTensor, has its elements in other tensors."""
+    """Return True if a tensor, or the local part of a DTensor, stores its elements in other tensors."""
     local = value._local_tensor if isinstance(value, DTensor) else value
     return isinstance(local, Tensor) and type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _is_torchao(optim: Any) -> bool:
-    # _AdamW, which does not quantize, has an infinite block
+    # _AdamW, which does not quantize, has an infinite block size
     return hasattr(optim, "_new_buffer") and isinstance(getattr(optim, "block_size", None), int)
 
 
@@ -108,7 +109,7 @@ def _is_bitsandbytes(optim: Any) -> bool:
 
 
 def quantizes(optim: Optimizer | None) -> bool:
-    """Whether ``optim`` is one whose quantized state is known here."""
+    """Return True if ``optim`` is an optimizer whose quantized state is supported."""
     inner = _unwrapped(optim)
     return _is_torchao(inner) or _is_bitsandbytes(inner)
 
@@ -118,17 +119,18 @@ def quantizes(optim: Optimizer | None) -> bool:
 
 @torch.no_grad()
 def dequantized(optim: Optimizer | None, state: ParamState, device: torch.device | None = None) -> ParamState:
-    """The state of one parameter with float32 values in place of quantized ones, on ``device`` if it is given."""
+    """Return the state of one parameter with quantized values as float32, on ``device`` if given."""
     inner = _unwrapped(optim)
     if _is_torchao(inner):
-        # float32 on every rank: a shard that is no multiple of a block has the parameter's dtype
+        # float32 on every rank: a shard whose size is no multiple of a block has the parameter's dtype
         return {
             name: value.dequantize().to(device or value.device) if _is_average(value) else value
             for name, value in state.items()
         }
     if not _is_bitsandbytes(inner):
         return state
-    wrapped = getattr(inner, "_FSDP_WRAPPED_QUANT_STATE_KEY", "")  # a dict in what its state_dict() returns
+    # key of a nested dict in the result of its state_dict()
+    wrapped = getattr(inner, "_FSDP_WRAPPED_QUANT_STATE_KEY", "")
     held = {**state, **state.get(wrapped, {})}
     states = _Blockwise.all_of(held)
     parts = {name.replace("state", part) for name in states for part in ("absmax", "qmap")} | {wrapped}
@@ -140,13 +142,13 @@ def dequantized(optim: Optimizer | None, state: ParamState, device: torch.device
 
 
 def _is_average(value: object) -> bool:
-    """Whether torchao may quantize this state of a parameter, which is not "step"."""
+    """Return True if torchao may quantize this state of a parameter; False for "step"."""
     return isinstance(value, Tensor) and value.dim() > 0 and not isinstance(value, DTensor)
 
 
 @torch.no_grad()
 def quantized(optim: Optimizer | None, param: Tensor, state: ParamState) -> ParamState:
-    """The state of one parameter, loaded as float32, in the form in which ``optim`` keeps it."""
+    """Return the state of one parameter, given as float32, in the storage format of ``optim``."""
     inner = _unwrapped(optim)
     if _is_torchao(inner):
         result = dict(state)
@@ -160,7 +162,7 @@ def quantized(optim: Optimizer | None, param: Tensor, state: ParamState) -> Para
         return state
     new = _new_state(inner, param)
     if not all(name in state for name in new if name.startswith("state")):
-        return state  # of another optimizer
+        return state  # state of another optimizer
     blockwise = _Blockwise.all_of(new)
     for name, one in blockwise.items():
         _write(one, state[name].to(one.codes.device, torch.float32))
@@ -168,7 +170,7 @@ def quantized(optim: Optimizer | None, param: Tensor, state: ParamState) -> Para
 
 
 def _new_state(optim: Any, param: Tensor) -> ParamState:
-    """The state with which bitsandbytes begins. The optimizer's own stays as it is."""
+    """Return bitsandbytes' initial state of ``param``. The optimizer's current state is unchanged."""
     held = optim.state.pop(param, None)
     try:
         for group_index, group in enumerate(optim.param_groups):

@@ -1,17 +1,17 @@
-"""Moving tensors between ways to divide them over ranks: flat parameters' shards, chunks of rows, one rank.
+"""Redistribution of tensors between shards of flat parameters, chunks of rows and single ranks.
 
 [Note: Few large transfers]
 A state dict has thousands of small tensors. Each is divided by a ``Partition``, and all ranks know all
-partitions: so every rank computes alone what it sends to whom, packs the pieces of many tensors into one
-buffer per batch, and one all-to-all moves them. What stays on a rank is never sent. A batch ends where its
-tensors reach ``BATCH_NBYTES``, the same on every rank; no more than a batch is in flight. Rows that are saved
-from a GPU go by ``DEVICE_BATCH_NBYTES``, and on to CPU memory, where they are offloaded, before the next
-batch.
+partitions, so every rank computes locally its transfers with each peer, packs ranges of many tensors into one
+buffer per batch, and exchanges batches by one all-to-all. Data that stays on a rank is never sent. A batch
+ends when its tensors reach ``BATCH_NBYTES``, the same on every rank; at most one batch is in flight. Rows
+saved from a GPU are exchanged by ``DEVICE_BATCH_NBYTES`` and, if offloaded, copied to CPU memory before the
+next batch.
 
 [Note: Large tensors]
-What gloo gathers or exchanges goes through memory of its own, and once more through a batch's. Where the
-tensors of a batch are large, every part goes instead from where it lies to its place in the result, by
-broadcasts or from rank to rank: a third of the work, and no memory besides.
+gloo gathers and exchanges through a buffer of its own, and the result is copied once more from the batch's
+buffer. If the tensors of a batch are large, each part is instead transferred directly from its source to its
+place in the result, by broadcasts or point-to-point: a third of the work, and no additional memory.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from torch import Tensor
 from fsdp_c import _C
 
 BATCH_NBYTES = 64 * 2**20
-DEVICE_BATCH_NBYTES = 8 * 2**20  # for what is saved from a device, where a model may have left little memory
-LARGE_NBYTES = 2**20  # of the tensors of a batch on average; see [Note: Large tensors]
+# limit for tensors saved from a device, where a model may have left little memory
+DEVICE_BATCH_NBYTES = 8 * 2**20
+LARGE_NBYTES = 2**20  # average size of a batch's tensors; see [Note: Large tensors]
 
-# torch 2.13 names the collective as the others; the older name stays until torch drops it
+# torch 2.13 named the collective like the others; the older name remains until torch removes it
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Partition(NamedTuple):
-    """How the elements of one tensor, in memory order, are divided over the ranks of a group.
+    """Division of the elements of one tensor, in memory order, over the ranks of a group.
 
-    Rank r holds [r * step - offset, (r + 1) * step - offset), cut to [0, numel).
+    Rank r holds [r * step - offset, (r + 1) * step - offset), clipped to [0, numel).
     """
 
     numel: int
@@ -46,17 +47,17 @@ class Partition(NamedTuple):
     offset: int
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """The (start, end) that ``rank`` holds; (0, 0) for nothing."""
+        """Return the range (start, end) of ``rank``; (0, 0) if empty."""
         return _C.partition_bounds(self, rank)
 
 
 def shard_partition(layout: _C.FlatLayout, index: int) -> Partition:
-    """Parameter ``index`` of a flat parameter, divided by its shards."""
+    """Return the division of parameter ``index`` of a flat parameter by its shards."""
     return Partition(layout.param_numels[index], max(layout.shard_numel, 1), layout.param_offsets[index])
 
 
 def chunk_partition(shape: Sequence[int], world_size: int) -> Partition:
-    """``torch.chunk(world_size)`` of a contiguous tensor's first dimension; rank 0 holds a 0-d one."""
+    """Return the chunks of ``torch.chunk(world_size)`` of a contiguous tensor; rank 0 holds 0-d tensors."""
     numel = math.prod(shape)
     if numel == 0 or not shape:
         return rank_partition(numel, 0)
@@ -64,22 +65,22 @@ def chunk_partition(shape: Sequence[int], world_size: int) -> Partition:
 
 
 def rank_partition(numel: int, rank: int) -> Partition:
-    """Everything on one rank."""
+    """Return the partition with all elements on one rank."""
     step = max(numel, 1)
     return Partition(numel, step, rank * step)
 
 
 class Space:
-    """Memory for what is received, of use to all batches: fresh pages cost as much as the transfer."""
+    """Receive buffer, reused by all batches: page faults of fresh memory cost as much as the transfer."""
 
     def __init__(self) -> None:
         self._last: Tensor | None = None
 
     def take(self, like: Tensor, numel: int) -> Tensor:
-        """A 1-D tensor as ``like``, valid until the next one is taken."""
+        """Return a 1-D tensor with the dtype and device of ``like``, valid until the next call."""
         last = self._last
         if last is None or last.dtype != like.dtype or last.device != like.device or len(last) < numel:
-            self._last = last = None  # the old memory goes before the new comes
+            self._last = last = None  # freed before the larger one is allocated
             self._last = last = like.new_empty(numel)
         return last[:numel]
 
@@ -94,15 +95,15 @@ def redistribute(
     shapes: Sequence[Sequence[int]] | None = None,
     batch_nbytes: int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield this rank's part of each tensor under ``targets``, new, from its part under ``sources``.
+    """Yield this rank's part of each tensor under ``targets``, as a new tensor, from its part under ``sources``.
 
-    ``pieces`` are 1-D, numel 0 where this rank holds nothing, and are taken batch by batch: a generator need
-    not hold them all. ``targets``: None for the whole of each tensor on every rank. Ranks pass the same dtypes
-    and partitions in the same order. Collective: every rank consumes it to its end. ``device``: where the
-    transfer takes place and the results stay; by default where the pieces are. ``shapes``: of the results, this
-    rank's own; 1-D by default. ``batch_nbytes``: how much is moved at once, over all ranks, BATCH_NBYTES by
-    default; whole tensors come by no less than a flat parameter. See [Note: Few large transfers]. Raises
-    ValueError for a piece that is not what the source partition says.
+    ``pieces`` are 1-D, with numel 0 where this rank holds nothing, and are consumed batch by batch: a
+    generator need not hold them all. ``targets``: None for full tensors on every rank. Ranks pass the same
+    dtypes and partitions in the same order. Collective: every rank exhausts the iterator. ``device``: device
+    of the transfers and results, by default that of the pieces. ``shapes``: of this rank's results; 1-D by
+    default. ``batch_nbytes``: bytes per transfer over all ranks, BATCH_NBYTES by default; batches of full
+    tensors end with a flat parameter. See [Note: Few large transfers]. Raises ValueError for a piece whose
+    size differs from its source partition's.
     """
     first, space = 0, Space()
     limit = batch_nbytes or BATCH_NBYTES
@@ -127,7 +128,7 @@ def gather(
     shapes: Sequence[Sequence[int]] | None = None,
     **options: Any,
 ) -> Iterator[Tensor | None]:
-    """``redistribute`` of which every rank gets the whole tensors; with ``rank0_only`` None on the others."""
+    """Yield the full tensors on every rank, with ``rank0_only`` None on other ranks than 0. See ``redistribute``."""
     held = not rank0_only or group.rank() == 0
     targets = [rank_partition(source.numel, 0) for source in sources] if rank0_only else None
     for whole in redistribute(pieces, sources, targets, group, shapes=shapes if held else None, **options):
@@ -141,10 +142,10 @@ def gather_flat(
     group: dist.ProcessGroup,
     space: Space,
 ) -> Iterator[Tensor]:
-    """The whole parameters of flat parameters, new: per shard those of ``sources``, in ``shapes``.
+    """Yield the full parameters of flat parameters, as new tensors: those of ``sources`` per shard, in ``shapes``.
 
-    ``shards``: this rank's, padded, of equal size on every rank; all go in one all-gather, with less work for
-    each parameter than ``redistribute`` has. Collective.
+    ``shards``: this rank's, padded, of equal size on every rank. All shards are sent in one all-gather, with
+    less work per parameter than in ``redistribute``. Collective.
     """
     wire = _wire_dtype(list(shards))
     sent = _as(shards[0], wire) if len(shards) == 1 else torch.cat([_as(shard, wire) for shard in shards])
@@ -152,7 +153,7 @@ def gather_flat(
     numel = len(sent) * group.size()
     received = sent.new_empty(numel) if is_one else space.take(sent, numel)
     _all_gather_single(received, sent, group=group)
-    if is_one:  # what is received is the result, with the padding behind it
+    if is_one:  # the received buffer is the result, with padding at its end
         yield _as(received, shards[0].dtype)[: sources[0][0].numel].view(*shapes[0])
         return
     ranges: list[int] = []
@@ -183,11 +184,12 @@ def _batches(
     limit_nbytes: int,
     gathers: bool,
 ) -> Iterator[tuple[list[Tensor], int]]:
-    """The pieces that move together, and what their tensors have over all ranks."""
+    """Yield (pieces of a batch, their full tensors' total bytes over all ranks)."""
     batch: list[Tensor] = []
     nbytes, last = 0, Partition(0, 1, 0)
     for piece, source in zip(pieces, sources, strict=True):
-        # shards of a whole flat parameter are even, parts are not: an all-gather would be mostly padding
+        # shards of a full flat parameter are even, parts of it are not: the all-gather would be mostly
+        # padding
         if nbytes >= limit_nbytes and (
             not gathers or source.step != last.step or source.offset <= last.offset
         ):
@@ -210,9 +212,9 @@ def join_ranges(
     likes: list[Tensor],
     shapes: Sequence[Sequence[int]],
 ) -> list[Tensor]:
-    """New tensors of ``shapes`` and ``likes``' dtypes, each joined of ``counts`` byte ranges of sources.
+    """Return new tensors of ``shapes``, with the dtypes of ``likes``, each joined from ``counts`` byte ranges.
 
-    ``ranges``: (source, start, nbytes) of each, one behind the other in one list. Sources are contiguous.
+    ``ranges``: flat list of (source, start, nbytes). Sources are contiguous.
     """
     if sources[0].device.type != "cpu":
         return _join_elsewhere(sources, ranges, counts, likes, shapes)
@@ -228,7 +230,7 @@ def _join_elsewhere(
     likes: list[Tensor],
     shapes: Sequence[Sequence[int]],
 ) -> list[Tensor]:
-    """The same on devices whose memory the op cannot reach."""
+    """Join ranges with torch operators, on devices whose memory the custom op cannot access."""
     data = [source.view(-1).view(torch.uint8) for source in sources]
     triples = iter(zip(*[iter(ranges)] * 3, strict=True))
     joined = []
@@ -236,21 +238,22 @@ def _join_elsewhere(
         parts = [
             data[source][start : start + nbytes] for source, start, nbytes in itertools.islice(triples, count)
         ]
-        # nothing is launched for what is not this rank's, as most is that goes to one of many ranks
+        # no kernel for tensors without elements on this rank, the usual case if one of many ranks receives
+        # all
         whole = torch.cat(parts).view(like.dtype) if parts else like.new_empty(0)
         joined.append(whole.view(shape))
     return joined
 
 
 def _wire_dtype(pieces: list[Tensor]) -> torch.dtype:
-    """The dtype of a batch, or bytes when it is mixed or one that backends may not know."""
+    """Return the common dtype of a batch, or uint8 if dtypes differ or backends may not support it."""
     dtype = pieces[0].dtype
     common = dtype.is_floating_point and dtype.itemsize > 1 and all(piece.dtype == dtype for piece in pieces)
     return dtype if common else torch.uint8
 
 
 def _check(pieces: list[Tensor], sources: Sequence[Partition], rank: int) -> None:
-    """Raise ValueError, before anything is sent, for a piece that is not what its partition says."""
+    """Raise ValueError, before any transfer, for a piece whose size differs from its partition's."""
     for piece, source in zip(pieces, sources, strict=True):
         start, end = _C.partition_bounds(source, rank)
         if piece.dim() != 1 or piece.numel() != end - start:
@@ -268,7 +271,9 @@ def _exchange(
     shapes: Sequence[Sequence[int]] | None,
     space: Space,
 ) -> list[Tensor]:
-    """The parts under ``targets``: one all-to-all of what changes ranks, or one all-gather of all."""
+    """Return the parts under ``targets``. Collective: one all-to-all of elements that change ranks, or one
+    all-gather.
+    """
     rank, world_size, wire = group.rank(), group.size(), _wire_dtype(pieces)
     sizes = [piece.itemsize for piece in pieces]
     wanted = [rank_partition(source.numel, rank) for source in sources] if targets is None else targets
@@ -290,12 +295,12 @@ def _exchange(
         splits = [nbytes // wire.itemsize for nbytes in received_nbytes]
         received = space.take(like, sum(splits))
         dist.all_to_all_single(received, sent, splits, numels, group=group)
-    del sent  # before as much is made anew
+    del sent  # freed before results of the same size are allocated
     return join_ranges([received, *pieces], parts, counts, pieces, shapes)
 
 
 def are_large(nbytes: int, count: int, device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether ``count`` tensors of ``nbytes`` together go from where they lie: see [Note: Large tensors]."""
+    """Return True if ``count`` tensors of ``nbytes`` in total are transferred directly. See [Note: Large tensors]."""
     return (
         nbytes >= LARGE_NBYTES * count
         and device.type == "cpu"
@@ -309,10 +314,11 @@ def start_exchange(
     targets: Sequence[Partition] | None,
     group: dist.ProcessGroup,
 ) -> Callable[[], list[Tensor]]:
-    """Start to move each part from where it lies to its place in the result: evenly divided tensors by an
-    all-gather, if they are not large ones on gloo; others by a broadcast or a send for each part. Collective.
+    """Start direct transfers of each part from its source to its place in the result. Collective.
 
-    Returns a function that waits, and returns this rank's part of each tensor under ``targets``, 1-D.
+    Evenly divided tensors are all-gathered, except large ones on gloo; other parts are broadcast, or sent
+    point-to-point. Returns a function that waits for all and returns this rank's part of each tensor under
+    ``targets``, 1-D.
     """
     rank = group.rank()
     _check(pieces, sources, rank)
@@ -355,14 +361,14 @@ def start_exchange(
     def wait() -> list[Tensor]:
         for work in works:
             work.wait()
-        pieces.clear()  # until now a send may read them
+        pieces.clear()  # sends may read them until here
         return made
 
     return wait
 
 
 def _packed(pieces: list[Tensor], nbytes: int) -> Tensor:
-    """A copy of all, one behind the other, then padding up to ``nbytes``."""
+    """Return a concatenation of all pieces, padded to ``nbytes``."""
     wire = _wire_dtype(pieces)
     sent = pieces[0].new_empty(nbytes // wire.itemsize, dtype=wire)
     torch.cat(

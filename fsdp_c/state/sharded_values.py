@@ -1,10 +1,10 @@
 """Parameters under SHARDED_STATE_DICT: this rank's rows, as a ShardedTensor or a DTensor.
 
 [Note: Rows of parameters that lie otherwise in memory]
-Rows are ranges of a parameter's elements, and move between ranks as such, if the first dimension is the
-outermost in memory: so it is for contiguous and channels_last parameters. Any other is gathered, and each rank
-takes its own part. A parameter without dimensions has no rows: every rank has it whole, as a plain tensor, or
-under a mesh as a DTensor.
+Rows are ranges of a parameter's elements, and are exchanged as such, if the first dimension is the outermost
+in memory, as in contiguous and channels_last parameters. Other parameters are gathered, and each rank keeps
+its own rows. A 0-d parameter has no rows: every rank has all of it, as a plain tensor, or as a DTensor under
+a device mesh.
 """
 
 from __future__ import annotations
@@ -52,35 +52,36 @@ from fsdp_c.tools import collective_errors
 FULL_BATCH_NBYTES = 8 * 2**20
 
 
-OfUnit = TypeVar("OfUnit", bound=tuple[Any, ...])  # begins with the unit
+OfUnit = TypeVar("OfUnit", bound=tuple[Any, ...])  # tuple that begins with the unit
 
 
 class ParamLayout(NamedTuple):
-    """How one parameter of a unit is divided in its flat parameter, and in rows."""
+    """Division of one parameter of a unit in its flat parameter, and into rows."""
 
     fqn: str  # relative to the unit
     shape: torch.Size
-    order: tuple[int, ...] | None  # its dimensions from the outermost in memory; None for a contiguous one
+    # dimensions from the outermost in memory to the innermost; None if contiguous
+    order: tuple[int, ...] | None
     shard: Partition
     rows: Partition | None  # None: see [Note: Rows of parameters that lie otherwise in memory]
-    memory_shape: tuple[int, ...]  # its shape with the dimensions in the order that they have in memory
-    own_rows: tuple[int, ...]  # so of this rank's rows
-    # what tensor parallelism knows of a parameter whose local part this is; else None
+    memory_shape: tuple[int, ...]  # shape with the dimensions in memory order
+    own_rows: tuple[int, ...]  # memory_shape of this rank's rows
+    # extension's description of a parameter that is a local part under tensor parallelism; else None
     parallel: ParamExtension
 
     @property
     def full_shape(self) -> torch.Size:
-        """Over the ranks of tensor parallelism too."""
+        """Shape over the ranks of tensor parallelism too."""
         return self.shape if self.parallel is None else full_shape(self.parallel, self.shape)
 
 
 Part = tuple[
     ShardedModule, ParamLayout, Tensor
-]  # this rank's part of a tensor divided as one of the unit's parameters
+]  # unit, layout of a parameter, and this rank's part of a tensor divided like it
 
 
 def param_layouts(module: ShardedModule) -> list[ParamLayout]:
-    """The layouts of a unit's parameters, in the order of its flat parameter."""
+    """Return the layouts of a unit's parameters, in the order of its flat parameter."""
     handle = handle_of(module)
     layouts = _layouts.get(handle)
     if layouts is None:
@@ -114,17 +115,17 @@ def _numel_of(partition: Partition, rank: int) -> int:
 
 
 def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of a dense tensor from the outermost in memory to the innermost."""
+    """Return the dimensions of a dense tensor from the outermost in memory to the innermost."""
     return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
 
 
 def to_memory_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    """The elements of a contiguous tensor, 1-D, in the order they have in the flat parameter."""
+    """Return the elements of a contiguous tensor, 1-D, in the order of the flat parameter."""
     return (tensor if order is None else tensor.permute(order)).reshape(-1)
 
 
 def from_memory_order(tensor: Tensor, shape: Sequence[int], order: tuple[int, ...] | None) -> Tensor:
-    """A view of ``shape``, with ``order``'s strides, of what ``to_memory_order`` gives, in any shape."""
+    """Return a view of ``shape``, with the strides of ``order``, of a result of ``to_memory_order``, of any shape."""
     return (
         tensor.view(shape)
         if order is None
@@ -133,25 +134,25 @@ def from_memory_order(tensor: Tensor, shape: Sequence[int], order: tuple[int, ..
 
 
 def dims_from_memory(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    """A view of a tensor of a ``memory_shape`` with the dimensions in their own order."""
+    """Return a view of a tensor of a ``memory_shape`` with the dimensions in their own order."""
     return tensor if order is None else tensor.permute(sorted(range(len(order)), key=lambda dim: order[dim]))
 
 
 def own_part(module: ShardedModule, layout: ParamLayout, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor in its unit's shard, 1-D; all of it if the unit is not sharded."""
+    """Return this rank's part of a full tensor in its unit's shard, 1-D; all of it if the unit is not sharded."""
     flat = to_memory_order(whole, layout.order)
     start, end = layout.shard.bounds(module.rank) if handle_of(module).layout.sharded else (0, flat.numel())
     return flat[start:end]
 
 
 def rows_shape(shape: torch.Size, numel: int) -> list[int]:
-    """The shape of ``numel`` elements that are whole rows of a tensor of ``shape``."""
+    """Return the shape of ``numel`` elements that are complete rows of a tensor of ``shape``."""
     row = shape[1:].numel()
     return [numel // row if row else 0, *shape[1:]]
 
 
 def split_shard(module: ShardedModule, shard: Tensor) -> Iterator[tuple[ParamLayout, Tensor]]:
-    """Views of each parameter's part of a tensor that is sharded as the unit's flat parameter is."""
+    """Return (layout, view) of each parameter's part of a tensor that is sharded like the unit's flat parameter."""
     sizes, end = [], 0  # one split costs less than a view per parameter
     for _, offset, numel, _ in handle_of(module).layout.shard_ranges():
         start = max(offset, end) if numel else end
@@ -161,7 +162,7 @@ def split_shard(module: ShardedModule, shard: Tensor) -> Iterator[tuple[ParamLay
     return zip(param_layouts(module), parts[1::2], strict=True)
 
 
-# ----------------------------------------------------------------- shards to rows and back
+# ----------------------------------------------------------------- conversion between shards and rows
 
 
 def saved_parts(
@@ -171,11 +172,11 @@ def saved_parts(
     offloads: Callable[[ShardedModule], bool],
     is_receiver: bool | None = None,
 ) -> list[Any]:
-    """The value of each part in a state dict: this rank's rows if ``as_rows``, else the whole tensor. Collective.
+    """Return the state dict value of each part: this rank's rows if ``as_rows``, else the full tensor. Collective.
 
-    Values are new, in CPU memory where ``offloads`` says so, and None on ranks that get nothing. Under tensor
-    parallelism they are DTensors (parity 24). ``is_receiver``: true on the one rank that keeps values, as plain ones,
-    and false on the others; None if each rank keeps the values that it gets.
+    Values are new, in CPU memory for units that ``offloads``, and None on ranks without a result. Tensor
+    parallelism makes them DTensors. ``is_receiver``: True on the one rank that keeps values, as plain
+    tensors, and False on the others; None if each rank keeps its values.
     """
     values: list[Any] = [None] * len(parts)
 
@@ -208,7 +209,7 @@ def saved_parts(
             is_direct = as_rows and module._fsdp_extension is None and parts[index][1].rows is not None
             (rows if is_direct else wholes).append(index)
         with collective_errors.gathering(*dict.fromkeys(handle_of(module) for module, _ in items)):
-            # what is offloaded goes before the next batch is made
+            # offloaded before the next batch is made
             for index, own in zip(rows, _rows([parts[index] for index in rows], group), strict=True):
                 values[index] = own.cpu() if is_offloaded[parts[index][0]] else own
             found = wholes_of_parts([parts[index] for index in wholes], group, rank0_only)
@@ -225,7 +226,7 @@ def saved_parts(
 def wholes_of_shards(
     shards: Sequence[tuple[ShardedModule, Tensor]], group: dist.ProcessGroup, rank0_only: bool
 ) -> Iterator[list[Tensor]]:
-    """Of each unit's shard the parameters, whole; nothing on ranks that get nothing. Collective.
+    """Yield the full parameters of each unit's shard; empty lists on ranks without a result. Collective.
 
     Memory beyond the results is one batch: the largest unit, or ``FULL_BATCH_NBYTES`` if units are smaller.
     """
@@ -261,7 +262,7 @@ def wholes_of_shards(
 def wholes_of_parts(
     items: Sequence[Part], group: dist.ProcessGroup, rank0_only: bool
 ) -> Iterator[Tensor | None]:
-    """The whole of each, from this rank's 1-D part of each shard; None on ranks that get nothing. Collective."""
+    """Yield full tensors from this rank's 1-D part of each shard; None on ranks without a result. Collective."""
     if not items:
         return
     largest = max(handle_of(module).layout.padded_numel * piece.itemsize for module, _, piece in items)
@@ -279,7 +280,7 @@ def wholes_of_parts(
 
 
 def by_group(items: Iterable[OfUnit]) -> Iterator[tuple[dist.ProcessGroup, list[OfUnit]]]:
-    """The items of units that share a shard group, and a device, together: the same order on every rank."""
+    """Yield (group, items) of units with the same shard group and device, in the same order on every rank."""
     members: dict[tuple[dist.ProcessGroup, torch.device], list[OfUnit]] = defaultdict(list)
     for item in items:
         members[item[0].process_group, item[0].compute_device].append(item)
@@ -288,7 +289,7 @@ def by_group(items: Iterable[OfUnit]) -> Iterator[tuple[dist.ProcessGroup, list[
 
 
 def _rows(items: Sequence[Part], group: dist.ProcessGroup) -> Iterator[Tensor]:
-    """This rank's rows of each, from its 1-D part of each shard. Collective."""
+    """Yield this rank's rows of each tensor, from its 1-D part of each shard. Collective."""
     if not items:
         return
     device, layouts = items[0][0].compute_device, [layout for _, layout, _ in items]
@@ -299,7 +300,7 @@ def _rows(items: Sequence[Part], group: dist.ProcessGroup) -> Iterator[Tensor]:
         group,
         device=device,
         shapes=[layout.own_rows for layout in layouts],
-        # the same on every rank, and so whether or not rows are offloaded: ranks may differ in that
+        # independent of offloading, which may differ between ranks
         batch_nbytes=None if device.type == "cpu" else DEVICE_BATCH_NBYTES,
     )
     for layout, own in zip(layouts, rows, strict=True):
@@ -307,7 +308,7 @@ def _rows(items: Sequence[Part], group: dist.ProcessGroup) -> Iterator[Tensor]:
 
 
 def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
-    """A view of this rank's rows of a whole tensor; of the whole where it has no dimensions."""
+    """Return a view of this rank's rows of a full tensor; all of a 0-d tensor."""
     if not whole.dim():
         return whole
     start, end = chunk_partition(whole.shape, world_size).bounds(rank)
@@ -318,7 +319,7 @@ def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
 def shards_of_rows(
     items: Sequence[tuple[ParamLayout, Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[Tensor]:
-    """This rank's 1-D part of each shard, from its rows of each. Collective."""
+    """Yield this rank's 1-D part of each shard, from its rows of each tensor. Collective."""
     direct = [(layout, rows) for layout, rows in items if layout.rows is not None]
     shards = redistribute(
         (to_memory_order(rows, layout.order) for layout, rows in direct),
@@ -329,7 +330,7 @@ def shards_of_rows(
     )
     others = [(layout, rows) for layout, rows in items if layout.rows is None]
     wholes = wholes_of_rows(others, group, device)
-    # in the order of `items`: what is whole already needs no further transfer
+    # order of `items`; full tensors need no further transfer
     for layout, _ in items:
         if layout.rows is not None:
             yield next(shards)
@@ -341,10 +342,10 @@ def shards_of_rows(
 def wholes_of_rows(
     items: Sequence[tuple[ParamLayout, Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[Tensor]:
-    """The whole of each tensor, contiguous, from every rank's rows. Collective."""
+    """Yield full, contiguous tensors from every rank's rows. Collective."""
     natural = [chunk_partition(layout.shape, group.size()) for layout, _ in items]
     numels = [_numel_of(partition, group.rank()) for partition in natural]
-    # every rank has a tensor without dimensions; that of the rank that the partition says counts
+    # every rank has a 0-d tensor; the partition selects rank 0's
     pieces = (rows.reshape(-1)[:numel] for (_, rows), numel in zip(items, numels, strict=True))
     wholes = list(redistribute(pieces, natural, None, group, device=device))
     for (layout, _), whole in zip(items, wholes, strict=True):
@@ -352,7 +353,7 @@ def wholes_of_rows(
 
 
 def whole_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamLayout) -> Tensor:
-    """The whole of a sharded value. Collective. Raises as ``rows_of_value``."""
+    """Return the full tensor of a sharded value. Collective. Raises like ``rows_of_value``."""
     items = [(layout, rows_of_value(value, fqn, module, layout))]
     (whole,) = wholes_of_rows(items, module.process_group, module.compute_device)
     return whole
@@ -364,9 +365,11 @@ def whole_of_value(value: object, fqn: str, module: ShardedModule, layout: Param
 def sharded_values(
     module: ShardedModule, rows: Sequence[Tensor], layouts: Sequence[ParamLayout]
 ) -> list[Any]:
-    """Tensors of which this rank holds ``rows``, on one device: DTensors where the unit has a mesh, else
-    ShardedTensors, which are contiguous whatever the parameters are; plain tensors for
-    parameters without dimensions."""
+    """Return sharded values for ``rows`` of this rank, all on one device.
+
+    DTensors if the unit has a device mesh, else ShardedTensors, contiguous for parameters of any strides;
+    plain tensors for 0-d parameters.
+    """
     if (mesh := module._device_mesh) is not None:
         values = []
         for own, layout in zip(rows, layouts, strict=True):
@@ -387,7 +390,7 @@ def sharded_values(
 
 @custom_sharded_op_impl(torch.Tensor.data_ptr)  # type: ignore[untyped-decorator]  # torch declares no types
 def _refuse_address(types: object, args: object, kwargs: object, process_group: object) -> None:
-    """What torch's ``async_save`` asks a ShardedTensor for first; torch's own answer helps nobody."""
+    """Raise with a remedy: torch's ``async_save`` calls data_ptr() first, and torch's own error has none."""
     raise RuntimeError(
         "a ShardedTensor has no data_ptr(), so that torch.distributed.checkpoint.async_save cannot copy it: wrap "
         "the model with device_mesh=..., whose state dicts it takes, or pass fsdp_c.checkpoint.model_state(model) "
@@ -396,7 +399,7 @@ def _refuse_address(types: object, args: object, kwargs: object, process_group: 
 
 
 def flat_value(module: ShardedModule, local: Tensor, numel: int) -> ShardedTensor:
-    """The flat parameter of ``numel`` elements, of which ``local`` are this rank's."""
+    """Return the flat parameter of ``numel`` elements, with this rank's elements ``local``."""
     places = _Places.of(module, local.device.type)
     step = handle_of(module).layout.shard_numel
     shards = [
@@ -409,7 +412,7 @@ def flat_value(module: ShardedModule, local: Tensor, numel: int) -> ShardedTenso
 
 
 class _Places:
-    """Where each rank of a unit's group keeps its rows; kept with the unit: many values, few places."""
+    """Placements of a unit's rows over its ranks. Cached per unit: many values share few placements."""
 
     def __init__(self, module: ShardedModule, device_type: str) -> None:
         self.group = module.process_group
@@ -422,7 +425,7 @@ class _Places:
             per_node = torch.get_device_module(device_type).device_count()
             self.devices = [_remote_device(f"rank:{rank}/{device_type}:{rank % per_node}") for rank in ranks]
         self.specs: dict[int, ShardingSpec] = {}
-        # of shapes; many tensors have one, and none changes it
+        # metadata by shape; shared by many tensors, never modified
         self.rows: dict[torch.Size, list[ShardMetadata]] = {}
 
     @classmethod
@@ -433,7 +436,7 @@ class _Places:
         return known
 
     def rows_metadata(self, shape: torch.Size) -> list[ShardMetadata]:
-        """Where each rank's rows of a tensor of ``shape`` begin, and how many they are."""
+        """Return offsets, sizes and device of each rank's rows of a tensor of ``shape``."""
         if shape not in self.rows:
             step = -(-shape[0] // len(self.devices)) if shape.numel() else 1
             starts = range(0, shape[0], step) if shape.numel() else [0]
@@ -448,7 +451,7 @@ class _Places:
         return self.rows[shape].copy()
 
     def sharded_tensor(self, local: Tensor, shape: torch.Size, shards: list[ShardMetadata]) -> ShardedTensor:
-        """As ShardedTensor's own constructors do it, without their checks of what was just computed."""
+        """Return a ShardedTensor like its own constructors, without their validation of values computed here."""
         pinned = torch.cuda.is_initialized() and local.is_pinned()
         properties = TensorProperties(local.dtype, pin_memory=pinned)
         spec: ShardingSpec | None = (
@@ -477,7 +480,7 @@ class _Places:
 
 
 def strides_in(shape: Sequence[int], order: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Of a dense tensor with its dimensions in this order in memory."""
+    """Return the strides of a dense tensor with its dimensions in this order in memory."""
     strides = [1] * len(shape)
     step = 1
     for dim in reversed(order or range(len(shape))):
@@ -487,26 +490,26 @@ def strides_in(shape: Sequence[int], order: tuple[int, ...] | None) -> tuple[int
 
 
 def _placements(mesh: DeviceMesh, has_rows: bool) -> tuple[Placement, ...]:
-    """Rows over the last dimension of the mesh, replicas over the others."""
+    """Return placements of rows over the last mesh dimension, and of replicas over the others."""
     last: Placement = ShardPlacement(0) if has_rows else Replicate()
     return (*[Replicate()] * (mesh.ndim - 1), last)
 
 
 def shape_of(value: Any) -> torch.Size:
-    """Of a tensor, or what stands for one. ShardedTensor's own attribute goes through its dispatcher."""
+    """Return the shape of a tensor or placeholder. ShardedTensor's own attribute would use its dispatcher."""
     return value.metadata().size if isinstance(value, ShardedTensor) else value.shape
 
 
 def dtype_of(value: Any) -> torch.dtype:
-    """The same of its dtype."""
+    """Return the dtype of a tensor or placeholder, without ShardedTensor's dispatcher."""
     return value.metadata().tensor_properties.dtype if isinstance(value, ShardedTensor) else value.dtype
 
 
 def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamLayout) -> Tensor:
-    """This rank's rows of a loaded value. Collective only for one of other ranks or placements.
+    """Return this rank's rows of a loaded value. Collective only for a value of other ranks or placements.
 
-    Raises AssertionError for a value that is neither sharded type, and for a ShardedTensor that is
-    not divided into rows over the ranks of its group.
+    Raises AssertionError for a value of neither sharded type, and for a ShardedTensor that is not divided
+    into rows over the ranks of its group.
     """
     if isinstance(value, DTensor):
         mesh = value.device_mesh
@@ -544,6 +547,6 @@ def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamL
     )
     if same:
         return rows
-    # torch's load_sharded_optimizer_state_dict divides over all ranks, whatever group the unit shards over
+    # torch's load_sharded_optimizer_state_dict divides over all ranks, regardless of the unit's shard group
     (whole,) = wholes_of_rows([(layout, rows)], group, module.compute_device)
     return own_rows(whole, module.rank, module.world_size)

@@ -1,6 +1,6 @@
-"""State dicts of models: which kind is selected, and the hooks that give them the unwrapped module's names.
+"""State dicts of models: selection of the type, and hooks that convert keys to the unwrapped module's FQNs.
 
-What the values are, and how they come and go, stands in state_dict_saving and state_dict_loading.
+Values are made and loaded by state_dict_saving and state_dict_loading.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ _CONFIG_TYPES: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateD
 
 
 class _Open(NamedTuple):
-    """What the pre hook of a unit has opened, and leaves for its post hook."""
+    """Resources that a unit's pre-hook opens for its post-hook."""
 
     stack: contextlib.ExitStack
-    rows: dict[ShardedModule, list[Tensor]]  # to save, by part
-    supplied: set[str]  # names that were loaded, which the modules miss
+    rows: dict[ShardedModule, list[Tensor]]  # rows to save, by part
+    supplied: set[str]  # loaded names, reported missing by the modules
 
 
 _open: weakref.WeakKeyDictionary[ShardedModule, _Open] = weakref.WeakKeyDictionary()
@@ -87,10 +87,10 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set what ``state_dict()`` of units in ``module`` returns; returns the old settings. Warns: deprecated.
+    """Set the type of the ``state_dict()`` of units in ``module``. Return the old settings. Warns: deprecated.
 
     Not collective; all ranks set the same. The configurations default to those of the type. Raises
-    RuntimeError for another type's configuration, AssertionError where the units disagreed before.
+    RuntimeError for a configuration of another type, AssertionError if the units' settings differed before.
     """
     _warn_deprecated(stacklevel=3)
     return _select(module, state_dict_type, state_dict_config, optim_state_dict_config)
@@ -103,7 +103,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """A context with the settings of set_state_dict_type(); leaving it in any way restores the old."""
+    """Context with the settings of set_state_dict_type(). Every exit restores the old ones."""
     _warn_deprecated(stacklevel=4)
     previous = _select(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
@@ -117,16 +117,16 @@ def state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-    """The settings of the units in ``module``, None without units. Not collective.
+    """Return the settings of the units in ``module``, None without units. Not collective.
 
-    Raises AssertionError where the units differ, RuntimeError for LOCAL_STATE_DICT with a device mesh.
+    Raises AssertionError if the units differ, RuntimeError for LOCAL_STATE_DICT with a device mesh.
     """
     fsdp_modules = units_of(module)
     return settings_of(fsdp_modules) if fsdp_modules else None
 
 
 def settings_of(modules: list[ShardedModule]) -> StateDictSettings:
-    """The settings that all of them have. Raises AssertionError where they differ."""
+    """Return the common settings of all units. Raise AssertionError if they differ."""
     found = _settings(modules[0])
     for module in modules[1:]:
         if _settings(module) != found:
@@ -140,7 +140,7 @@ def settings_of(modules: list[ShardedModule]) -> StateDictSettings:
 
 
 def _warn_deprecated(stacklevel: int) -> None:
-    # Callers filter this warning by how it starts.
+    # Users filter this warning by its first words.
     warnings.warn(
         "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Use get_state_dict() "
         "and set_state_dict() of torch.distributed.checkpoint.state_dict, which serve every kind of "
@@ -182,7 +182,7 @@ def _select(
         fsdp_module._state_dict_config, fsdp_module._optim_state_dict_config = configs
     if previous:
         return previous[0]
-    return StateDictSettings(None, None, None)  # type: ignore[arg-type]  # torch gives this too, where there is no unit
+    return StateDictSettings(None, None, None)  # type: ignore[arg-type]  # torch returns this too if there is no unit
 
 
 def _settings(module: ShardedModule) -> StateDictSettings:
@@ -192,7 +192,7 @@ def _settings(module: ShardedModule) -> StateDictSettings:
 
 
 def _note_mesh(module: ShardedModule, config: StateDictConfig | OptimStateDictConfig) -> None:
-    """Refuse local state dicts with a device mesh; tell those who look at ``config`` that it gives DTensors."""
+    """Refuse local state dicts with a device mesh. Set the flag in ``config`` by which readers expect DTensors."""
     if module._device_mesh is None:
         return
     if module._state_dict_type == StateDictType.LOCAL_STATE_DICT:
@@ -207,7 +207,7 @@ def _note_mesh(module: ShardedModule, config: StateDictConfig | OptimStateDictCo
 
 
 def register_hooks(fsdp_module: ShardedModule) -> None:
-    """Register the state dict hooks; module-level functions, so that a hooked module pickles and copies."""
+    """Register the state dict hooks: module-level functions, so that a hooked module can be pickled and copied."""
     module: nn.Module = fsdp_module
     module.register_state_dict_pre_hook(_pre_save_hook)
     module._register_state_dict_hook(_post_save_hook)
@@ -216,7 +216,7 @@ def register_hooks(fsdp_module: ShardedModule) -> None:
 
 
 class _Saving(threading.local):
-    """The outermost ``state_dict()`` of a unit that runs in this thread: its units share their transfers."""
+    """Outermost ``state_dict()`` of a unit in this thread. Its units share their transfers."""
 
     outermost: ShardedModule | None = None
     values: dict[ShardedModule, list[Tensor]]
@@ -227,9 +227,9 @@ _saving = _Saving()
 
 @contextlib.contextmanager
 def saving(fsdp_module: ShardedModule) -> Iterator[None]:
-    """Around ``state_dict()`` of a unit, which the units inside call as well.
+    """Context around ``state_dict()`` of a unit, entered by nested units as well.
 
-    Whatever happens inside, the modules are as before at exit.
+    Modules are restored at exit, also after an error.
     """
     if _saving.outermost is not None:
         yield
@@ -249,9 +249,9 @@ def saving(fsdp_module: ShardedModule) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(fsdp_module: ShardedModule) -> Iterator[None]:
-    """While the body saves or loads, no other thread begins a step. RuntimeError where one is amid it.
+    """Prevent steps in other threads while the body saves or loads. Raise RuntimeError if a step is running.
 
-    Units whose post hook did not run, as another raised, are closed at exit.
+    Units whose post-hook did not run because another hook raised are closed at exit.
     """
     runtime, already_open = fsdp_module._unit.runtime, set(_open)
     held_here = runtime is not None and runtime.hold()
@@ -265,7 +265,7 @@ def held(fsdp_module: ShardedModule) -> Iterator[None]:
 
 
 def _refuse_part_of_shared(fsdp_module: ShardedModule) -> None:
-    """RuntimeError where the dict would have a shard, or nothing, of what a unit around this one holds."""
+    """Raise RuntimeError if the dict would hold a shard, or nothing, of parameters of an enclosing unit."""
     for holder, names in holders_around(fsdp_module).items():
         if not is_summoned(holder):
             around = unit_name(holder._whole.module)
@@ -277,9 +277,9 @@ def _refuse_part_of_shared(fsdp_module: ShardedModule) -> None:
 
 
 def _values_of(fsdp_module: ShardedModule) -> list[Tensor]:
-    """What is saved of the unit's parameters, which the first unit to ask has made for all that are saved."""
+    """Return the values to save of the unit's parameters. The first call makes those of all units."""
     if _saving.outermost is None or fsdp_module not in _saving.values:
-        # somebody may have called nn.Module.state_dict itself, or have put units where no walk finds them
+        # user code may call nn.Module.state_dict directly, or hold units that module traversal does not find
         together = [fsdp_module] if _saving.outermost is None else units_of(_saving.outermost)
         modules = [module for module in dict.fromkeys([fsdp_module, *together]) if module._handle is not None]
         for module in modules:
@@ -305,7 +305,7 @@ def _pre_save_hook(fsdp_module: ShardedModule, prefix: str, keep_vars: bool) -> 
             if kind == StateDictType.FULL_STATE_DICT:
                 stack.enter_context(full_values_shown(part, _values_of(part)))
             elif kind == StateDictType.SHARDED_STATE_DICT:
-                # here, as inside summon_full_params they are read from the modules
+                # before names_shown(): inside summon_full_params rows are read from the modules
                 rows[part] = _values_of(part)
                 stack.enter_context(names_shown(part))
         _open[fsdp_module] = _Open(stack.pop_all(), rows, set())
@@ -364,7 +364,7 @@ def _pre_load_hook(
             for part, mark in zip(parts_of(fsdp_module), marks, strict=True):
                 if mark.is_loaded:
                     supplied |= supplied_names(part, prefix, mark)
-                    if not fsdp_module._use_orig_params:  # the modules do not know what they miss
+                    if not fsdp_module._use_orig_params:  # the modules hold no such parameters to report
                         missing_keys.extend(prefix + name for name in sorted(mark.missing))
                 elif part._handle is not None:
                     stack.enter_context(gathered_for_load(part, state_dict, prefix))
@@ -377,7 +377,8 @@ def _post_load_hook(fsdp_module: ShardedModule, incompatible_keys: _Incompatible
     _kind(fsdp_module)
     opened = _open.pop(fsdp_module)
     opened.stack.close()
-    common.synchronize(fsdp_module.compute_device)  # a backward that comes next gathers without a new step
+    # a backward directly after the load unshards without the start of a new step
+    common.synchronize(fsdp_module.compute_device)
     for keys in incompatible_keys:
         keys[:] = [clean_name(key) for key in keys]
     missing = incompatible_keys.missing_keys
@@ -389,7 +390,7 @@ def _parts_with_params(fsdp_module: ShardedModule) -> list[ShardedModule]:
 
 
 def _kind(fsdp_module: ShardedModule) -> StateDictType:
-    """The selected type; a unit that shards nothing gives a full state dict whatever was selected."""
+    """Return the selected type. A unit under NO_SHARD always gives a full state dict."""
     if fsdp_module.sharding_strategy == ShardingStrategy.NO_SHARD:
         warnings.warn(
             "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.",
@@ -401,7 +402,10 @@ def _kind(fsdp_module: ShardedModule) -> StateDictType:
 
 
 def _enter(fsdp_module: ShardedModule, stack: contextlib.ExitStack, binds: bool = True) -> None:
-    """What saving and loading open alike. ``binds``: the units come together, which raises if they moved."""
+    """Perform the common part of the save and load pre-hooks.
+
+    ``binds``: bind the units to one runtime, which raises if they were moved.
+    """
     if fsdp_module in _open:
         raise AssertionError(
             "Entering the ``_unshard_fsdp_state_params`` context but the previous one is still open (rank "
@@ -412,7 +416,7 @@ def _enter(fsdp_module: ShardedModule, stack: contextlib.ExitStack, binds: bool 
         stack.enter_context(common.bound_runtime(fsdp_module))
 
 
-# ----------------------------------------------------------------- entries of a dict
+# ----------------------------------------------------------------- keys and buffers
 
 
 def _finish_buffers(
@@ -447,7 +451,7 @@ def _finish_buffers(
 
 
 def _strip_wrapper(state_dict: StateDict, prefix: str) -> None:
-    """Take the wrapper's segment out of a unit's keys: the dict's last ones, which it has just added."""
+    """Remove the wrapper's segment from a unit's keys: the last keys of the dict, just added by the unit."""
     old = prefix + WRAPPED_PREFIX
     added = reversed(state_dict)
     if prefix:
@@ -457,10 +461,10 @@ def _strip_wrapper(state_dict: StateDict, prefix: str) -> None:
 
 
 def _clean_metadata(metadata: dict[str, Any], prefix: str) -> None:
-    """Give the metadata of the modules in a unit, the dict's last entries, the names of the unwrapped modules.
+    """Rename metadata of the modules in a unit, the last entries of the dict, to the unwrapped modules' names.
 
-    With a prefix the wrapped names stay as well: where a plain module around the unit loads the dict, its load
-    looks for those, and calls no unit before.
+    Wrapped names are kept too if there is a prefix: a plain module around the unit looks them up in its load,
+    before any hook of a unit runs.
     """
     inside = prefix + WRAPPED_PREFIX
     added = list(itertools.takewhile(lambda name: (name + ".").startswith(prefix), reversed(metadata)))
@@ -473,7 +477,7 @@ def _unwrapped(path: str) -> str:
 
 
 def with_wrapped_metadata(fsdp_module: ShardedModule, state_dict: object) -> object:
-    """``state_dict``, or a copy with metadata also under the names that modules inside units have in a load."""
+    """Return ``state_dict``, or a copy with metadata also under the names of modules inside units during a load."""
     metadata = getattr(state_dict, "_metadata", None)
     if not isinstance(state_dict, Mapping) or metadata is None:
         return state_dict
@@ -486,6 +490,6 @@ def with_wrapped_metadata(fsdp_module: ShardedModule, state_dict: object) -> obj
 
 
 def _replace_prefix(state_dict: StateDict, old: str, new: str) -> None:
-    """Rename the keys that start with ``old``; they keep their order and move behind the others."""
+    """Rename the keys that start with ``old``, and move them to the end of the dict, in their order."""
     for key in [key for key in state_dict if key.startswith(old)]:
         state_dict[new + key[len(old) :]] = state_dict.pop(key)

@@ -1,11 +1,11 @@
-"""What ``load_state_dict()`` does for the parameters of units: full, sharded and local values.
+"""``load_state_dict()`` of the parameters of units: full, sharded and local values.
 
 [Note: Loaded before the modules load]
-The outermost unit of a ``load_state_dict()`` checks the values of all units below it, brings them into the
-shards, and leaves one ``Mark`` per unit in their place: so an inner unit, whose hook is called later with a
-dict of its own, knows what is left to do, and a load that fails half-way leaves nothing behind that a later
-one could mistake. Where a module has loading code of its own, which may rename or change what it finds, each
-unit waits for its own turn, and full values are copied by the modules themselves into gathered parameters.
+The outermost unit of a ``load_state_dict()`` checks the values of all units below it, copies them into the
+shards, and replaces them by one ``Mark`` per unit. An inner unit, whose hook is called later with a dict of
+its own, finds in the mark which work remains, and a failed load leaves no state that a later one could
+misread. If a module has custom loading code, which may rename or convert entries, each unit instead loads in
+its own hook, and full values are copied by the modules themselves into unsharded parameters.
 """
 
 from __future__ import annotations
@@ -60,29 +60,28 @@ _NO_PARAM = object()
 
 
 class Mark(NamedTuple):
-    """Stands in a state dict for the values of a unit that the outermost unit has dealt with."""
+    """Placeholder in a state dict for the values of a unit already handled by the outermost unit."""
 
     is_loaded: bool  # False: checked only
-    missing: frozenset[str]  # names, relative to the unit, that had no value
+    missing: frozenset[str]  # names without a value, relative to the unit
 
 
 def is_full(module: ShardedModule) -> bool:
-    """Whether the unit saves and loads whole tensors: it was told so, or it shards nothing."""
+    """Return True if the unit saves and loads full tensors: by selection, or under NO_SHARD."""
     whole = module.sharding_strategy == ShardingStrategy.NO_SHARD
     return whole or module._state_dict_type == StateDictType.FULL_STATE_DICT
 
 
 def _is_local(module: ShardedModule) -> bool:
-    """Whether the unit loads its flat parameter's part, in its turn; also inside a unit that is full."""
+    """Return True if the unit loads its shard of the flat parameter in its own hook, also inside a full unit."""
     return not is_full(module) and module._state_dict_type == StateDictType.LOCAL_STATE_DICT
 
 
 def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> list[Mark]:
-    """Check and load what can be before the modules do, for this unit and those inside it. Collective.
+    """Check this unit and those inside it, and load them where no custom loading code prevents it. Collective.
 
-    Returns a mark for each part of this unit.
-
-    RuntimeError for tensors of wrong shapes, AssertionError for other values; nothing is written then.
+    Returns a mark for each part of this unit. Raises RuntimeError for tensors of wrong shapes, AssertionError
+    for other invalid values; nothing is written then.
     """
     parts = parts_of(fsdp_module)
     marks = [state_dict.pop(prefix + part._flat_param_name, None) for part in parts]
@@ -101,13 +100,14 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
     waiting: list[tuple[str, ShardedModule]] = []
     for at, inner in fsdp_modules:
         if inner._handle is not None:
-            # modules copy values into shown parameters themselves
+            # modules copy values into unsharded parameters themselves
             copies = (is_full(inner) and transforms) or is_summoned(inner)
             (waiting if copies else early).append((at, inner))
     loaded = _load(early, state_dict)
     for at, inner in waiting:
         _make_whole(inner, state_dict, at)
-    # after all transfers: inside summon_full_params other ranks than 0 may be shown nothing
+    # after all transfers, so that no rank waits: inside summon_full_params only rank 0 may have full
+    # parameters
     for inner in (inner for _, inner in waiting if is_summoned(inner)):
         for param in common.managed_params(inner._handle):
             if not is_shown(param):
@@ -122,7 +122,7 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
 
 
 def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
-    """Sharded values of a unit that shows plain parameters become whole, as modules take them. Collective."""
+    """Replace sharded values by full ones for a unit whose modules copy values themselves. Collective."""
     if module._fsdp_extension is not None:
         return
     layouts, full = param_layouts(module), is_full(module)
@@ -136,7 +136,7 @@ def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> No
 
 
 def _load(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -> dict[ShardedModule, Mark]:
-    """Bring the values of units into their shards and take them from the dict."""
+    """Copy the values of units into their shards, and remove them from the dict. Collective."""
     for _, module in modules:
         check_idle(module)
         handle_of(module).writeback()
@@ -152,7 +152,7 @@ def _load(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -
             if is_full(module) and module._fsdp_extension is not None:
                 value = local_part(value, layout.parallel)
             if target.numel():
-                # also of a tensor-like that is read from its file by this, one at a time
+                # detach() reads a lazily loaded tensor-like from its file, one at a time
                 target.copy_(own_part(module, layout, torch.detach(value)))
     marks = {}
     for at, module in modules:
@@ -164,14 +164,14 @@ def _load(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -
 
 
 def _takes_whole(module: ShardedModule) -> bool:
-    """Whether each rank takes its part of whole values: full ones, and those of tensor parallelism."""
+    """Return True if each rank copies its part from full values: full state dicts, and tensor parallelism."""
     return is_full(module) or module._fsdp_extension is not None
 
 
 def _found(
     module: ShardedModule, prefix: str, state_dict: StateDict
 ) -> list[tuple[ParamLayout, Tensor, Tensor]]:
-    """For parameters that have a value: the layout, the value or this rank's rows, the part of the shard."""
+    """Return (layout, full value or this rank's rows, part of the shard) of each parameter that has a value."""
     targets = list(shard_pieces(module))
     values: dict[int, tuple[ParamLayout, Tensor, Tensor]] = {}
     full, extension = is_full(module), module._fsdp_extension
@@ -196,22 +196,22 @@ def _found(
 
 
 def _own_param(module: ShardedModule, index: int) -> object:
-    """The original parameter as the optimizer has it, which DCP passes where there is nothing to load."""
+    """Return the optimizer's original parameter. DCP passes it where there is nothing to load."""
     params = handle_of(module).flat_param._params
     return _NO_PARAM if params is None else params[index]
 
 
 def supplied_names(module: ShardedModule, prefix: str, mark: Mark) -> frozenset[str]:
-    """The names that the modules will not find in the dict and shall not report as missing."""
+    """Return the names that are missing in the dict as the modules see it, and shall not be reported."""
     names = [param.fqn for param in common.managed_params(module._handle) if param.fqn not in mark.missing]
     return frozenset(clean_name(prefix) + name for name in (*names, module._flat_param_name))
 
 
 @contextlib.contextmanager
 def gathered_for_load(module: ShardedModule, state_dict: StateDict, prefix: str) -> Iterator[None]:
-    """Gather, so that the modules copy full values in; the shard takes its part at exit.
+    """Unshard, so that the modules copy full values in. The shard is written back at exit. Collective.
 
-    A whole value of a parameter that is a DTensor becomes one in ``state_dict``.
+    A full value for a DTensor parameter is replaced by a DTensor in ``state_dict``.
     """
     with contextlib.ExitStack() as stack:
         if not is_summoned(module):
@@ -231,7 +231,9 @@ def gathered_for_load(module: ShardedModule, state_dict: StateDict, prefix: str)
 
 
 def _copy_assigned(registered: Sequence[tuple[ManagedParam, nn.Parameter]]) -> None:
-    """After ``load_state_dict(assign=True)`` modules hold other tensors: take their values, keep ours."""
+    """Copy the values of tensors registered by ``load_state_dict(assign=True)``, and restore the original
+    parameters.
+    """
     for param, ours in registered:
         loaded = getattr(param.module, param.name)
         if loaded is not ours:
@@ -240,10 +242,10 @@ def _copy_assigned(registered: Sequence[tuple[ManagedParam, nn.Parameter]]) -> N
 
 
 def load_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) -> Mark:
-    """Copy the flat parameter's local shard into the unit's. No collective.
+    """Copy the local shard in ``state_dict`` into the unit's. Not collective.
 
-    Original parameters, which stand beside it, have the same elements, and are taken from the dict.
-    Raises AssertionError for a missing flat parameter, or one that does not fit.
+    Original parameters in the dict hold the same elements and are removed. Raises AssertionError for a
+    missing flat parameter, or one of another size.
     """
     handle, layout = handle_of(module), handle_of(module).layout
     key = prefix + module._flat_param_name
@@ -284,8 +286,10 @@ _ABSENT = object()
 
 
 def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> bool:
-    """Raise RuntimeError naming every entry below ``prefix`` that does not fit, before anything has been
-    copied. Returns whether there are modules that transform what they load, whose entries are not checked."""
+    """Raise one RuntimeError for all entries below ``prefix`` of wrong type or shape, before any copy.
+
+    Returns True if there are modules with custom loading code, whose entries are not checked.
+    """
     errors: list[str] = []
     transforming: list[nn.Module] = []
     own = {
@@ -300,7 +304,7 @@ def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str
             continue
         if not torch.overrides.is_tensor_like(value):
             errors.append(f"expected a tensor for {key} but the checkpoint holds {type(value)}")
-        # nn.Module takes a checkpoint's one-element vector for a scalar.
+        # nn.Module accepts a one-element vector from a checkpoint for a scalar.
         elif shape_of(value) != shape and not (len(shape) == 0 and value.shape == (1,)):
             errors.append(
                 f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
@@ -315,7 +319,7 @@ def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str
 
 
 def _warn_of_conversions(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -> None:
-    """Integers become floating-point numbers, and complex ones their real parts, as nn.Module has it."""
+    """Warn of integers and complex numbers, converted to real floating-point numbers as by nn.Module."""
     converted = [
         key
         for prefix, module in modules
@@ -335,8 +339,10 @@ def _warn_of_conversions(modules: Sequence[tuple[str, ShardedModule]], state_dic
 def _expected_shapes(
     fsdp_module: ShardedModule, prefix: str, transforming: list[nn.Module]
 ) -> Iterator[tuple[str, torch.Size]]:
-    """Names and full shapes below a unit, except of local values and below modules that transform what they
-    load, which come into ``transforming``."""
+    """Yield (name, full shape) of entries below a unit, except of local values.
+
+    Modules with custom loading code are appended to ``transforming``, and their entries skipped.
+    """
     managed: dict[nn.Module, dict[str, torch.Size | None]] = {}
     for inner in units_of(fsdp_module):
         for param in common.managed_params(inner._handle):
@@ -365,7 +371,7 @@ def _expected_shapes(
 
 
 def _transforms_on_load(module: nn.Module) -> bool:
-    """Whether ``module`` has loading code of its own, so that what it accepts is not known here."""
+    """Return True if ``module`` has custom loading code, so that its valid entries are unknown."""
     hooks = module._load_state_dict_pre_hooks
     if hooks and len(hooks) > (is_unit(module) or isinstance(module, ActivationWrapper)):
         return True

@@ -1,9 +1,9 @@
-"""What ``state_dict()`` returns for the parameters of units: full, sharded and local values.
+"""``state_dict()`` values of the parameters of units: full, sharded and local.
 
 [Note: Saving many units at once]
-The outermost unit of a ``state_dict()`` has the values of all units below it made, by few large transfers
-from the shards, straight into memory of their own; nothing is gathered on the modules. Memory beyond the
-result is one batch: see ``wholes_of_shards``.
+The outermost unit of a ``state_dict()`` makes the values of all units below it, by few large transfers from
+the shards directly into new memory; no unit is unsharded. Memory beyond the result is one batch: see
+``wholes_of_shards``.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ from fsdp_c.state.sharded_values import (
 
 
 def shard_pieces(module: ShardedModule) -> Iterator[tuple[ParamLayout, Tensor]]:
-    """This rank's part of each parameter in the unit's shard: views."""
+    """Return views of this rank's part of each parameter in the unit's shard."""
     return split_shard(module, local_shard(module))
 
 
 def local_shard(module: ShardedModule) -> Tensor:
-    """This rank's shard of the unit's parameters, padding included."""
+    """Return this rank's shard of the unit's parameters, padding included."""
     shard = handle_of(module).local_shard
     assert shard is not None
     return shard
 
 
 def is_shown(param: ManagedParam) -> bool:
-    """Whether the module has the whole parameter, with its memory: not so where ``rank0_only`` shows it to
-    others."""
+    """Return True if the module has the full parameter with memory. False on ranks but 0 under ``rank0_only``."""
     full = getattr(param.module, param.name)
     if full.shape != param.shape:
         return False
@@ -58,7 +57,7 @@ def is_shown(param: ManagedParam) -> bool:
 
 
 def is_dropped(module: ShardedModule) -> bool:
-    """Whether this rank returns nothing that the unit manages."""
+    """Return True if this rank returns no values of the unit."""
     return _is_rank0_only(module) and module.rank != 0
 
 
@@ -66,7 +65,7 @@ def is_dropped(module: ShardedModule) -> bool:
 
 
 def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Tensor]]:
-    """Per unit a copy of each parameter as it is now; nothing on ranks that return nothing. Collective."""
+    """Return copies of each unit's current parameters; empty lists on ranks without a result. Collective."""
     values: dict[ShardedModule, list[Tensor]] = {}
     shown, shards, parts = [], [], []
     for module in modules:
@@ -86,14 +85,14 @@ def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Te
     made = saved_parts(parts, False, bool(parts) and _is_rank0_only(parts[0][0]), _offloads)
     for (module, *_), value in zip(parts, made, strict=True):
         values[module] += [] if value is None else [value]
-    # last, as some ranks may be shown nothing, and raise: the others wait for nobody then
+    # last: ranks without full parameters raise here, and no collective follows for others to wait in
     for module in shown:
         values[module] = [] if is_dropped(module) else _copies_of_shown(module)
     return values
 
 
 def _parts(module: ShardedModule) -> list[Part]:
-    """This rank's part of each parameter, in its shape if the unit is not sharded."""
+    """Return this rank's part of each parameter, in its own shape if the unit is not sharded."""
     if handle_of(module).layout.sharded:
         return [(module, *each) for each in shard_pieces(module)]
     return [
@@ -126,7 +125,7 @@ def _copies_of_shown(module: ShardedModule) -> list[Tensor]:
 
 @contextlib.contextmanager
 def full_values_shown(module: ShardedModule, values: Sequence[Tensor]) -> Iterator[None]:
-    """Show them on the modules, from where nn.Module, and code of the user's modules, collects them."""
+    """Register ``values`` on the modules, where nn.Module and user code collect them."""
     used: set[int] = set()
     shown = []
     handle = handle_of(module)
@@ -142,7 +141,7 @@ def full_values_shown(module: ShardedModule, values: Sequence[Tensor]) -> Iterat
 
 
 def put_full_values(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
-    """Leave plain tensors with their own memory, or nothing, under the names of the unit's parameters."""
+    """Replace entries of the unit's parameters by plain tensors with their own memory, or remove them."""
     state_dict.pop(prefix + module._flat_param_name, None)
     dropped = is_dropped(module)
     for param in common.managed_params(module._handle):
@@ -163,9 +162,9 @@ def put_full_values(module: ShardedModule, state_dict: StateDict, prefix: str) -
 
 
 def sharded_rows(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Tensor]]:
-    """Per unit this rank's rows of each parameter as it is now, with memory of their own. Collective.
+    """Return this rank's rows of each unit's current parameters, with memory of their own. Collective.
 
-    With ``offload_to_cpu`` in CPU memory already, but for those of summoned units.
+    Rows under ``offload_to_cpu`` are in CPU memory already, except those of summoned units.
     """
     modules = list(modules)
     rows: dict[ShardedModule, list[Tensor]] = {module: [] for module in modules}
@@ -175,12 +174,12 @@ def sharded_rows(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[T
     parts = [part for module in sharded for part in _parts(module)]
     for (module, *_), own in zip(parts, saved_parts(parts, True, False, _offloads), strict=True):
         rows[module].append(own)
-    # what is shown comes last, as in full_values
+    # summoned units last, as in full_values
     return rows | {module: _rows_of_shown(module) for module in modules if module not in sharded}
 
 
 def _rows_of_shown(module: ShardedModule) -> list[Tensor]:
-    """Of a parallel unit's parameters as DTensors over all dimensions of the mesh."""
+    """Return copies of this rank's rows; DTensors over all mesh dimensions for a unit under tensor parallelism."""
     extension, mesh = module._fsdp_extension, module._device_mesh
     copies = _copies_of_shown(module)
     if extension is None:
@@ -191,7 +190,7 @@ def _rows_of_shown(module: ShardedModule) -> list[Tensor]:
 
 @contextlib.contextmanager
 def names_shown(module: ShardedModule) -> Iterator[None]:
-    """Placeholders for parameters of a unit without original ones, for their names to come in order."""
+    """Register placeholders for parameters of a unit without original ones, so that their names are in order."""
     nothing = torch.empty(0, device="cpu")
     params = [] if module._use_orig_params else common.managed_params(module._handle)
     placeholders = [handle_of(module).as_param(param.place, nothing, requires_grad=False) for param in params]
@@ -202,7 +201,7 @@ def names_shown(module: ShardedModule) -> Iterator[None]:
 def put_sharded_values(
     module: ShardedModule, state_dict: StateDict, prefix: str, rows: Sequence[Tensor]
 ) -> None:
-    """Put a sharded value of its own under every name of the unit's parameters."""
+    """Store a separate sharded value under every name of the unit's parameters."""
     state_dict.pop(prefix + module._flat_param_name, None)
     used: set[int] = set()
     layouts = param_layouts(module)
@@ -212,15 +211,15 @@ def put_sharded_values(
         own = rows[param.place].clone() if param.place in used else rows[param.place]
         used.add(param.place)
         values.append(own.cpu() if _offloads(module) else own)
-    if not any(isinstance(value, DTensor) for value in values):  # which are of both meshes already
+    if not any(isinstance(value, DTensor) for value in values):  # DTensors already span both meshes
         values = sharded_values(module, values, [layouts[param.place] for param in params])
     state_dict.update((prefix + param.fqn, value) for param, value in zip(params, values, strict=True))
 
 
 def put_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
-    """Put the unit's flat parameter, a view of this rank's shard without its padding, into the dict.
+    """Store the unit's flat parameter, a view of this rank's shard without its padding, in the dict.
 
-    Beside it stand the original parameters of ``use_orig_params``, 1-D views of their parts of the same shard.
+    Original parameters of ``use_orig_params`` are stored too, as 1-D views of their parts of the same shard.
     """
     handle = handle_of(module)
     handle.writeback()

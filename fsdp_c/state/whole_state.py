@@ -1,10 +1,10 @@
-"""State of an optimizer that has not its parameter's shape: whole, on the rank that owns the parameter.
+"""Optimizer state whose shape differs from its parameter's: stored unsharded on the owner rank.
 
 [Note: Whole state]
-Adafactor's rows and columns, Shampoo's and SOAP's factors are of no use in parts. In what ``WholeParameters``
-holds, saves and loads they are tensors on one rank, and on the meta device on the others, so that all know
-what there is; 0-d tensors are on all. A full state dict has them everywhere, a sharded one as ShardedTensors
-of which one shard has all.
+Adafactor's rows and columns, and Shampoo's and SOAP's factors, cannot be sharded like parameters.
+``WholeParameters`` holds, saves and loads them as tensors on one rank, and on the meta device on the others,
+so that all ranks know the structure; 0-d tensors are on all ranks. A full state dict has them everywhere, a
+sharded one as ShardedTensors with all elements in one shard.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from fsdp_c.state.redistribution import gather, rank_partition, redistribute
 
 
 class WholeState:
-    """A tensor, or lists, tuples and dicts with tensors in them, that ``holder`` has, a rank of the default
-    group; None for all ranks.
+    """Tensor, or nested containers of tensors, on rank ``holder`` of the default group; None for all ranks.
 
-    It has no elements to iterate over, as ``Optimizer.load_state_dict`` would cast them.
+    Not iterable, because ``Optimizer.load_state_dict`` would cast its elements.
     """
 
     def __init__(self, value: Any, holder: int | None) -> None:
         self.value, self.holder = value, holder
 
     def __eq__(self, other: object) -> bool:
-        """Of the same form."""
+        """Return True for the same structure, shapes and dtypes."""
         return isinstance(other, WholeState) and self._form() == other._form()
 
-    __hash__ = None  # type: ignore[assignment]  # as for any class that says what is equal
+    __hash__ = None  # type: ignore[assignment]  # unhashable, as any class that defines __eq__
 
     def _form(self) -> object:
         return pytree.tree_map_only(Tensor, lambda one: (tuple(one.shape), one.dtype), self.value)
@@ -53,7 +52,7 @@ class WholeState:
         return not any(one.is_meta for one in self.tensors)
 
     def mapped(self, function: Callable[[Tensor], Any]) -> WholeState:
-        """0-d tensors are copied to the CPU, as those of other state."""
+        """Return a copy with ``function`` applied to tensors. 0-d tensors are copied to the CPU, as in other state."""
 
         def of(tensor: Tensor) -> Any:
             return (
@@ -68,7 +67,7 @@ class WholeState:
         return self.mapped(lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
 
     def own(self, device: torch.device) -> Any:
-        """A copy for an optimizer."""
+        """Return a copy for an optimizer."""
         return pytree.tree_map_only(Tensor, lambda one: one.detach().to(device, copy=True), self.value)
 
 
@@ -76,7 +75,7 @@ torch.serialization.add_safe_globals([WholeState])
 
 
 def has_tensors(value: object, *kinds: type) -> bool:
-    """Whether there are tensors, or objects of ``kinds``, within a list, tuple or dict."""
+    """Return True if a list, tuple or dict contains tensors, or objects of ``kinds``."""
     if isinstance(value, Tensor):
         return False
     return any(isinstance(one, (Tensor, *kinds)) for one in pytree.tree_leaves(value))
@@ -92,7 +91,7 @@ def full_values(
     rank0_only: bool,
     offloads: bool,
 ) -> Iterator[Any]:
-    """The value of each with all of its tensors, with ``rank0_only`` on rank 0. Collective."""
+    """Yield each value with all of its tensors; with ``rank0_only`` on rank 0. Collective."""
     group = group or dist.distributed_c10d._get_default_group()
     places = [(one, _rank_in(group, state)) for state in states for one in state.tensors]
     made = gather(
@@ -109,8 +108,11 @@ def full_values(
 
 
 def sharded_value(state: WholeState, group: dist.ProcessGroup | None, offloads: bool) -> Any:
-    """Of each tensor one shard, on the rank that has it; the others have one without rows, as DCP leaves out
-    what a rank has no shard of, and takes that for a checkpoint of an old version."""
+    """Return each tensor as a ShardedTensor with one shard, on the rank that has it.
+
+    Other ranks have a shard without rows: DCP drops tensors without a local shard, and mistakes the result
+    for a checkpoint of an old version.
+    """
 
     def sharded(tensor: Tensor) -> ShardedTensor:
         rows, *columns = tensor.shape
@@ -142,7 +144,7 @@ def _flat(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def loaded_state(value: Any) -> WholeState:
-    """What a state dict has: whole tensors, which every rank has, or those of one rank."""
+    """Return loaded state: full tensors on every rank, or those of one rank."""
     sharded = [one for one in pytree.tree_leaves(value) if isinstance(one, ShardedTensor)]
     place = sharded[0].metadata().shards_metadata[0].placement if sharded else None
     return WholeState(value, place.rank() if place else None).mapped(_local)
@@ -165,8 +167,10 @@ def moved_to_owners(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> dict[tuple[str, str], WholeState]:
-    """Those that one rank has, by name of parameter and of state. ``owned``: the parameters of this rank.
-    Collective where there are any."""
+    """Return the states held by one rank, moved to their owners, by (FQN, state name). Collective if there are any.
+
+    ``owned``: FQNs of the parameters of this rank.
+    """
     states = {key: state for key, state in states.items() if state.holder is not None}
     if not states:
         return {}
@@ -192,6 +196,6 @@ def moved_to_owners(
         is_own = owners[fqn] == group.rank()
         holder = dist.get_global_rank(group, owners[fqn])
         moved[fqn, name] = WholeState(taken.value if is_own else state.described().value, holder)
-    for _ in made:  # to its end, as on the other ranks
+    for _ in made:  # exhausted, as on the other ranks
         pass
     return moved
