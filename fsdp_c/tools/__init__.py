@@ -1,1 +1,1 @@
-"""Reports on a running program: units and their memory, where each rank is, versions and devices."""
+"""Reports on a running program: units and their memory, progress of each rank, versions and devices."""

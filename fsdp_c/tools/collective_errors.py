@@ -1,4 +1,4 @@
-"""Errors of collectives, and of memory that runs out in them: rank, unit, phase and remedy are added in place."""
+"""Annotation of collectives' errors, and of memory that runs out in them, with rank, unit, phase and remedy."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _FORWARD_GATHER = _C.PHASES.index("waits in the all-gather of ")
 
 
 def explain(error: BaseException, phase: int, step: int, handle: FlatParamHandle, enqueued: bool) -> None:
-    """Add rank, step, phase and unit to the error of a unit's collective. The runtime in C calls it.
+    """Add rank, step, phase and unit to the error of a unit's collective. Called by the C runtime.
 
-    Applies to RuntimeError, as backends raise it; while the collective is being enqueued only to errors that
-    nobody else raises, and to memory that has run out, since user code may raise there.
+    Annotates RuntimeError, raised by backends; while the collective is being enqueued only DistError and
+    out-of-memory errors, because user code may raise others there.
     """
     if isinstance(error, RuntimeError if enqueued else dist.DistError) or _is_of_memory(error):
         _explain(error, f", step {step}", _C.PHASES[phase] + handle.name)
 
 
 def _is_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out. Without a caching allocator torch raises a plain RuntimeError, as backends do."""
+    """Return True for out-of-memory errors: plain RuntimeErrors from backends, and without a caching allocator."""
     is_text = isinstance(error, RuntimeError) and "out of memory" in str(error)
     return is_text or isinstance(error, torch.OutOfMemoryError)
 
 
 @contextlib.contextmanager
 def explained(doing: str, only_memory: bool = False) -> Iterator[None]:
-    """For a body that only calls collectives, outside of units: add what they were for to RuntimeErrors."""
+    """Add the purpose to RuntimeErrors of a body that only calls collectives, outside of units."""
     try:
         with phases.waiting():
             yield
@@ -55,7 +55,7 @@ def explained(doing: str, only_memory: bool = False) -> Iterator[None]:
 
 
 def gathering(*handles: FlatParamHandle) -> contextlib.AbstractContextManager[None]:
-    """For a body that gathers units outside of a step: explain that memory ran out."""
+    """Annotate out-of-memory errors of a body that unshards units outside of a step."""
     others = len(handles) - 1
     more = f" and {others} unit{'s' * (others > 1)} after it" if others else ""
     return explained(f"gathers {handles[0].name}{more}", only_memory=True)
@@ -63,7 +63,7 @@ def gathering(*handles: FlatParamHandle) -> contextlib.AbstractContextManager[No
 
 @contextlib.contextmanager
 def of_first_gather(handle: FlatParamHandle) -> Iterator[None]:
-    """For a body that allocates the memory of a unit's first gather: explain that memory ran out."""
+    """Annotate out-of-memory errors of a body that allocates the memory of a unit's first all-gather."""
     try:
         yield
     except RuntimeError as error:

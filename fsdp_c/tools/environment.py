@@ -1,4 +1,4 @@
-"""What fsdp_c finds on this machine: ``python -m fsdp_c env`` prints it, for bug reports."""
+"""Environment of fsdp_c on this machine: printed by ``python -m fsdp_c env``, for bug reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS = ("FSDP_C_", "FSDP_", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "NCCL_"
 
 
 def report() -> str:
-    """One fact per line. Starts no process group, and does not initialise CUDA."""
+    """Return one fact per line. Starts no process group, and does not initialize CUDA."""
     libraries = sorted(path.name for path in Path(_C.__file__).parent.glob("_cuda*.so"))
     facts = {
         "fsdp_c": f"{importlib.metadata.version('fsdp_c')} in {Path(_C.__file__).parent}",

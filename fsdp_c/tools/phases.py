@@ -1,4 +1,4 @@
-"""Where this rank is: step, phase and unit, printed on SIGUSR1 and shown by torch's debug server."""
+"""Progress of this rank (step, phase and unit): printed on SIGUSR1 and shown by torch's debug server."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fsdp_c.sharding.traversal import clean_path
 
 PATIENCE_S = 60.0
 logger = logging.getLogger(__name__)
-_is_shown = False  # on SIGUSR1 and by the debug server
-_waiting_since: dict[int, float] = {}  # by thread: the time at which its wait for other ranks began
+_is_shown = False  # true once SIGUSR1 and the debug server print progress
+_waiting_since: dict[int, float] = {}  # start time of the current wait for other ranks, by thread
 
 
 def name_units(modules: Sequence[tuple[str, ShardedModule]]) -> None:
-    """Name these units, given with their paths from the root, in phases. Shows progress from the first call on."""
+    """Register names of units, given with their paths from the root. The first call enables progress output."""
     global _is_shown
     for path, module in modules:
         if module._unit.name_index < 0:
@@ -35,10 +35,10 @@ def name_units(modules: Sequence[tuple[str, ShardedModule]]) -> None:
     _is_shown = True
     if _C.print_progress_on_signal(dist.get_rank()):
         faulthandler.register(signal.SIGUSR1, file=2, chain=True)  # stderr, as _C.print_progress_on_signal()
-    with contextlib.suppress(ImportError, ValueError):  # no debug server, or an earlier import has registered
+    with contextlib.suppress(ImportError, ValueError):  # no debug server, or registered by an earlier import
         from torch._C._distributed_c10d import _register_handler
 
-        # torch releases the handler after the interpreter has ended: the last reference must not be its own
+        # torch releases the handler after the interpreter has ended: its reference must not be the last
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_respond))
         _register_handler("fsdp_c", _respond)
 
@@ -50,7 +50,7 @@ def _respond(_: object, response: Any) -> None:
 
 @contextlib.contextmanager
 def enter(number: int) -> Iterator[None]:
-    """Be in a phase outside of units. Warns once if a collective in it waits for ``PATIENCE_S`` seconds."""
+    """Enter a phase outside of units. Warn once if a collective in it waits for ``PATIENCE_S`` seconds."""
     place, ended = _C.enter_phase(number), threading.Event()
     if place == 0 and dist.is_initialized() and dist.get_world_size() > 1:
         arguments = (number, threading.get_ident(), ended)
@@ -64,7 +64,7 @@ def enter(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """For a body that waits for other ranks. Ends a wait around it."""
+    """Mark a body that waits for other ranks. The end of a nested wait ends the outer one."""
     _waiting_since[threading.get_ident()] = time.monotonic()
     try:
         yield

@@ -25,37 +25,39 @@ logger = logging.getLogger("fsdp_c")
 class UnitSummary:
     """One flat parameter of a unit. Sizes are in elements or bytes; shard sizes are those of one rank."""
 
-    path: str  # from the summarised module, "" for that module itself
+    path: str  # path from the summarized module, "" for that module itself
     module: str  # class of the wrapped module
     sharding_strategy: ShardingStrategy
     shards: int  # number of ranks that share the parameters
     replicas: int  # number of groups of such ranks; 1 unless the strategy is hybrid
     parent: int | None  # index in Summary.units of the enclosing unit
-    is_segment: bool  # a further flat parameter of the unit at ``parent``
-    is_optional: bool  # a rank need not run the unit
+    is_segment: bool  # true for a further flat parameter of the unit at ``parent``
+    is_optional: bool  # true if a rank need not run the unit
     is_trainable: bool
-    num_unsharded: tuple[int, int]  # units at once, by prefetch and deferred frees, in (forward, backward)
-    names: tuple[str, ...] = ()  # of the parameters, relative to the unit
+    # units unsharded at once, by prefetch and deferred frees, in (forward, backward)
+    num_unsharded: tuple[int, int]
+    names: tuple[str, ...] = ()  # parameters, relative to the unit
     tied: tuple[str, ...] = ()  # "further name = name" of shared parameters
     numel: int = 0
     padded_numel: int = 0  # NumelOut of the all-gather, NumelIn of the reduce-scatter
     shard_numel: int = 0  # NumelIn of the all-gather, NumelOut of the reduce-scatter
-    dtype: torch.dtype | None = None  # of the shard; None for a unit without parameters, as the next two
-    param_dtype: torch.dtype | None = None  # in computation
+    # dtype of the shard; None for a unit without parameters, as the next two
+    dtype: torch.dtype | None = None
+    param_dtype: torch.dtype | None = None  # dtype of computation
     reduce_dtype: torch.dtype | None = None
-    sharded_nbytes: int = 0  # parameters that a rank keeps all the time
-    unsharded_nbytes: int = 0  # taken besides while the unit is unsharded
-    all_gather_nbytes: int = 0  # filled by one all-gather on each rank
-    reduce_scatter_nbytes: int = 0  # gradients that enter the reduce-scatter on each rank
+    sharded_nbytes: int = 0  # parameters that a rank always keeps
+    unsharded_nbytes: int = 0  # additional bytes while the unit is unsharded
+    all_gather_nbytes: int = 0  # output of one all-gather on each rank
+    reduce_scatter_nbytes: int = 0  # input of the reduce-scatter on each rank: gradients
     all_reduce_nbytes: int = 0  # gradients in the all-reduce: over replicas, or all ranks under NO_SHARD
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The units of a model, an outer one before its inner ones. ``str()`` and ``print()`` show a table."""
+    """The units of a model, outer ones before inner ones. ``str()`` and ``print()`` show a table."""
 
     units: tuple[UnitSummary, ...]
-    owners: tuple[str, ...] = ()  # what each rank owns of WholeParameters, in words
+    owners: tuple[str, ...] = ()  # description of each rank's share, if the optimizer is WholeParameters
 
     @property
     def numel(self) -> int:
@@ -69,13 +71,13 @@ class Summary:
 
     @property
     def peak_unsharded_nbytes(self) -> int:
-        """Estimate of the bytes of unsharded parameters that a rank holds at most in a training step.
+        """Estimate of the peak bytes of unsharded parameters on a rank in a training step.
 
-        Counts roots, units whose strategy keeps parameters for the backward, the enclosing units of the one
-        that runs, and those that are prefetched, if units run in the order of modules. Within a tenth of what a
-        step holds where units follow each other; less exact for nested units.
+        Counts roots, units whose strategy keeps parameters for the backward, the enclosing units of the
+        running one, and prefetched units, assuming that units run in the order of modules. Accurate to a
+        tenth where units follow each other; less exact for nested units.
         """
-        wholes: list[int] = []  # by unit: index of the unit with which it is unsharded
+        wholes: list[int] = []  # index by unit of the unit with which it is unsharded
         sizes = [0] * len(self.units)
         for index, unit in enumerate(self.units):
             is_with_parent = unit.parent is not None and (unit.is_segment or unit.is_optional)
@@ -94,7 +96,8 @@ class Summary:
                 unit = self.units[index]
                 held = {index, *order[place:][: unit.num_unsharded[direction]]}
                 if direction == 1 and place and not self.units[order[place - 1]].is_trainable:
-                    held.add(order[place - 1])  # a frozen unit is freed only when the next one is unsharded
+                    # a frozen unit is resharded only when the next one is unsharded
+                    held.add(order[place - 1])
                 while unit.parent is not None:
                     held.add(wholes[unit.parent])
                     unit = self.units[unit.parent]
@@ -106,11 +109,11 @@ class Summary:
 
 
 def summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Summary:
-    """Names, sizes, dtypes, collectives and memory of the units in ``module``, itself included.
+    """Return names, sizes, dtypes, collectives and memory of the units in ``module``, itself included.
 
-    With an ``optimizer`` of type ``fsdp_c.optim.WholeParameters`` also the bytes and the work that each rank
-    owns. Not collective, at any time. Raises TypeError if ``module`` is no module, ValueError if it has no
-    units.
+    ``optimizer``: a ``fsdp_c.optim.WholeParameters``, to include the bytes and the work that each rank owns.
+    Not collective, callable at any time. Raises TypeError if ``module`` is not a module, ValueError if it has
+    no units.
     """
     check_module(module)
     found = units_with_paths(module)
@@ -125,7 +128,7 @@ def summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         parent = None if enclosing is None else places.get(enclosing)
         roots.append(fsdp_module if parent is None else roots[parent])
         units.append(_of_unit(fsdp_module, clean_path(path), parent, roots[-1], path in optional_paths))
-    shares = getattr(optimizer, "shares", tuple)  # a method of WholeParameters
+    shares = getattr(optimizer, "shares", tuple)  # method of WholeParameters
     return Summary(tuple(units), tuple(shares()))
 
 
@@ -136,7 +139,7 @@ def _of_unit(
     limits, is_on_cpu = root._exec_order_data, fsdp_module.compute_device.type == "cpu"
     is_sharded = fsdp_module.sharding_strategy is not ShardingStrategy.NO_SHARD
     prefetches_first = fsdp_module.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-    # on a GPU a forward frees a unit only when the next one computes
+    # forwards on a GPU reshard a unit only when the next one computes
     forward = 2 - is_on_cpu + (limits._forward_prefetch_limit if fsdp_module.forward_prefetch else 0)
     backward = limits._backward_prefetch_limit + prefetches_first if fsdp_module.backward_prefetch else 1
     is_trainable = handle is not None and any(param.requires_grad for param in handle.script_params)
@@ -183,7 +186,7 @@ def _tied(info: SharedParamInfo) -> str:
 
 
 def log_units(root: ShardedModule) -> None:
-    """Log the units of a tree, once and on its first rank, at level INFO (``TORCH_LOGS=fsdp_c``)."""
+    """Log the units of a tree once, on its first rank, at level INFO (``TORCH_LOGS=fsdp_c``)."""
     replicas = root._replicate_group
     if root.rank == 0 and (replicas is None or replicas.rank() == 0):
         operator_kernels.warn_if_used(root.compute_device.type)
@@ -195,7 +198,7 @@ def log_units(root: ShardedModule) -> None:
 
 
 def describe_unit(fsdp_module: ShardedModule, is_root: bool) -> str:
-    """The lines of a unit in ``print(model)``, after torch's own."""
+    """Return the lines of a unit in ``print(model)``, after torch's own."""
     parts = [part for part in parts_of(fsdp_module) if part._handle is not None]
     units = [_of_unit(part, "", None, fsdp_module, is_optional=False) for part in parts]
     lines = ["; ".join(f"{name} {cell}" for name, cell in _cells(unit).items()) for unit in units]
@@ -205,7 +208,7 @@ def describe_unit(fsdp_module: ShardedModule, is_root: bool) -> str:
 
 
 def _text(whole: Summary) -> Iterator[str]:
-    groups: dict[tuple[str, ...], list[UnitSummary]] = {}  # units that differ in numbers of their paths
+    groups: dict[tuple[str, ...], list[UnitSummary]] = {}  # units whose paths differ only in numbers
     for unit in whole.units:
         groups.setdefault((re.sub(r"\b\d+\b", "*", unit.path), *_cells(unit).values()), []).append(unit)
     lines = [{"unit": "unit"} | {column: column for column in _cells(whole.units[0])}]
@@ -234,7 +237,7 @@ def _memory(whole: Summary) -> str:
 
 
 def _cells(unit: UnitSummary) -> dict[str, str]:
-    """The cells of a unit's row in the table, and the names of its parameters."""
+    """Return the cells of a unit's row in the table, and the names of its parameters."""
     collectives = {
         "all-gather": unit.all_gather_nbytes,
         "reduce-scatter": unit.reduce_scatter_nbytes,
