@@ -1,4 +1,4 @@
-"""Optimizers over shards that need whole parameters."""
+"""Optimizers over shards that need full parameters."""
 
 from fsdp_c.optim.whole_parameters import WholeParameters
 

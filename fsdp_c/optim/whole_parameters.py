@@ -1,8 +1,9 @@
-"""Optimizers that need whole parameters, over shards: each parameter is stepped on one rank, its owner.
+"""Optimizers that need full parameters, over shards: each parameter is stepped on one rank, its owner.
 
-[Note: Owners] Who owns what follows from shapes and layouts alone, so every rank knows it and nothing is sent
-for it. Ranks with the same shards (the replicas of a hybrid strategy, all ranks under NO_SHARD) have the same
-gradients: they divide the work too, and each tells the others what came of its own.
+[Note: Owners]
+Ownership is a pure function of shapes and layouts, so ranks agree on it without communication. Ranks with the
+same shards (the replicas of a hybrid strategy, all ranks under NO_SHARD) have the same gradients: they split
+the work too, and broadcast their results to each other.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _GRAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HALF_DONE = (
     "The step is done for some parameters and their state, and not for others: go on from a checkpoint"
 )
-_UNREDUCED = 1 + len(_GRAD_DTYPES)  # of a gradient: that a rank has it as no_sync leaves it
+_UNREDUCED = 1 + len(_GRAD_DTYPES)  # agreed kind of a gradient that no_sync has left unreduced on a rank
 
 
 class _Ranks(NamedTuple):
-    """Those that may own a unit's parameters: of each group of replicas the ranks that share a shard."""
+    """Candidate owners of a unit's parameters: the ranks that share a shard, in each group of replicas."""
 
     shards: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None
@@ -70,18 +71,18 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 
 class _Whole:
-    """One parameter, as a rank's shard has it (``param``) and as the optimizer does (``held``)."""
+    """One parameter: this rank's shard (``param``) and the inner optimizer's full parameter (``held``)."""
 
     def __init__(self, param: nn.Parameter, known: OptimParam) -> None:
         self.param, self.name = param, known.name
         self.ranks = None if known.module is None else _Ranks.of(known.module)
         self.layout = None if known.module is None else param_layouts(known.module)[known.indices[0]]
-        # in its ranks; of no meaning for one that no unit manages, which every rank steps
+        # place in ``ranks``; unused for a parameter that no unit manages, which every rank steps
         self.owner = (0, 0)
         shape = param.shape if self.layout is None else self.layout.shape
         self.numel = shape.numel()
         device = param.device if self.ranks is None else self.ranks.device
-        # a shape without memory
+        # full shape without memory
         self._empty = torch.zeros((), dtype=param.dtype, device=device).expand(shape)
         self.held = nn.Parameter(self._empty, param.requires_grad)
 
@@ -99,30 +100,30 @@ class _Whole:
 
     @property
     def cost(self) -> int:
-        """Of a step, as multiplications: a matrix X counts as X @ X.T, its square, and that times X."""
+        """Multiplications of a step: for a matrix X those of X @ X.T, of its square, and of the square times X."""
         rows = self.held.shape[0] if self.held.dim() > 1 else 0
         least = min(rows, self.numel // rows) if rows else 0
         return least * (2 * self.numel + least**2) if least else self.numel
 
     @property
     def is_of_replica(self) -> bool:
-        """Whether the owner is among the ranks that have the shards of this one's replica."""
+        """True if the owner is among the ranks with the shards of this rank's replica."""
         return self.ranks is not None and self.owner[1] == self.ranks.own_place[1]
 
     def held_numel(self, rank: int) -> int:
-        """How much of it ``rank`` has, of the ranks that share a shard."""
+        """Return the number of its elements on ``rank`` of the ranks that share a shard."""
         if self.layout is None or not self.is_divided:
             return self.numel
         start, end = self.layout.shard.bounds(rank)
         return end - start
 
     def flat(self, value: Tensor) -> Tensor:
-        """1-D, of what has the shape of ``param`` or of ``held``."""
+        """Return a 1-D view or copy of a tensor with the shape of ``param`` or ``held``, in memory order."""
         is_part = self.is_divided and value.shape == self.param.shape and value.dim() == 1
         return value if is_part or self.layout is None else to_memory_order(value, self.layout.order)
 
     def shaped(self, flat: Tensor, whole: bool) -> Tensor:
-        """The inverse of ``flat``, for the ``whole`` parameter or what this rank has of it."""
+        """Reshape a result of ``flat`` to the full parameter if ``whole``, else to this rank's part."""
         if self.layout is None or (self.is_divided and not whole):
             return flat
         return from_memory_order(flat, self.layout.shape, self.layout.order)
@@ -132,43 +133,45 @@ class _Whole:
 
 
 class _Begun(collections.defaultdict[Tensor, ParamState]):
-    """What ``state`` is once there is some, on its owners: true, as torch.distributed.checkpoint makes a step
-    without gradients for an optimizer whose ``state`` is not."""
+    """Non-empty ``state``, true even if this rank owns no state.
+
+    torch.distributed.checkpoint runs a step without gradients for an optimizer whose ``state`` is false.
+    """
 
     def __bool__(self) -> bool:
         return True
 
 
 class WholeParameters(Optimizer):
-    """Any optimizer that looks at whole parameters (Muon, Shampoo, Adafactor), over a wrapped model.
+    """Any optimizer that needs full parameters (Muon, Shampoo, Adafactor), over a wrapped model.
 
-    Each parameter has an owner rank. In ``step()`` gradients and parameters move from the shards to the
-    owners, there the optimizer that ``factory`` made steps on tensors of the shapes before wrapping, and the
-    parameters move back. Results are the bits of that optimizer on the unsharded model, given the same
-    gradients. The ranks, replicas of hybrid strategies among them, get equal work: a matrix counts as an
-    iteration of Newton and Schulz, anything else as its elements. ``print(optimizer)`` says who owns how much.
+    Each parameter has an owner rank. ``step()`` moves gradients and parameters from the shards to the owners,
+    runs the optimizer of ``factory`` there on tensors of the shapes before wrapping, and moves the parameters
+    back. Results are bitwise those of that optimizer on the unsharded model, given the same gradients. Work
+    is balanced over all ranks, replicas of hybrid strategies included: a matrix counts as an iteration of
+    Newton and Schulz, other parameters by their elements. ``print(optimizer)`` shows each rank's share.
 
     Args:
-        model: has at least one FullyShardedDataParallel in it.
-        factory: an optimizer's class, called with the whole parameters and ``options``. Or a function, called
-            with a list of (name, parameter), names as before wrapping, and ``options``, that returns an
-            optimizer, or several, over some of them. Every rank calls it with all parameters, whose shapes
-            and dtypes are true; their values come in ``step()``.
-        bucket_nbytes: how much of the parameters is on the move at once, over all ranks; None for all of
-            them. On a GPU the next bucket is gathered, and the last one returned, beside the computation of
-            this one.
-        options: for ``factory``.
+        model: a unit, or a module that contains units.
+        factory: an optimizer class, called with the full parameters and ``options``. Or a function, called with a
+            list of (name, parameter), with names as before wrapping, and ``options``, that returns one or several
+            optimizers over some of them. Called on every rank with all parameters; shapes and dtypes are valid,
+            values only during ``step()``.
+        bucket_nbytes: bytes of parameters moved at once, over all ranks; None for all parameters. Transfers
+            of the next and the last bucket overlap with the current one's computation on a GPU.
+        options: keyword arguments for ``factory``.
 
-    ``param_groups`` are the factory's, over the model's own parameters (of units without ``use_orig_params``
-    over views of the flat parameter, one for each original): schedulers and gradient scalers work as usual.
-    Memory: the state of what this rank owns, and in a step its part of two buckets, values and gradients.
+    ``param_groups`` are the factory's, over the model's own parameters (for units without
+    ``use_orig_params``, over views of the flat parameter, one per original parameter): schedulers and
+    gradient scalers work as usual. Memory: the state of the parameters that this rank owns, and during a step
+    its part of two buckets, values and gradients.
 
-    ``state_dict()`` gives this rank's shards of the state, and is collective: by ``FSDP.optim_state_dict``
-    and ``fsdp_c.checkpoint`` it is saved by original names, for any wrapping, number of ranks, and for the
-    same optimizer over a model that is not wrapped. State of another shape than the parameter's (Adafactor's,
-    Shampoo's and SOAP's factors), also in lists and dicts, is saved whole by the owner.
+    ``state_dict()`` returns this rank's shards of the state, and is collective: ``FSDP.optim_state_dict`` and
+    ``fsdp_c.checkpoint`` save it under FQNs, for any wrapping and number of ranks, and for the same optimizer
+    over an unwrapped model. State whose shape differs from its parameter's (Adafactor's, Shampoo's and SOAP's
+    factors), also in lists and dicts, is saved unsharded by the owner.
 
-    An optimizer that combines parameters into one number, as D-adaptation does, sees those of one rank and
+    An optimizer that combines parameters into one number, such as D-adaptation, sees those of one rank and
     bucket. Raises ValueError for a model with tensor parallelism inside, for parameters that ``factory`` was
     not given, and for LBFGS; IndexError for a model without units.
     """
@@ -204,7 +207,7 @@ class WholeParameters(Optimizer):
         self._is_complete = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is made: RuntimeError."""
+        """Raise RuntimeError: groups cannot be added to a complete optimizer."""
         if self._is_complete:
             raise RuntimeError(
                 "WholeParameters decides at once which rank steps what: make it anew, with a function that makes "
@@ -213,11 +216,11 @@ class WholeParameters(Optimizer):
         super().add_param_group(param_group)
 
     def __repr__(self) -> str:
-        """Begins with what the ranks own, in bytes and shares of the work."""
+        """Return the shares of ranks, in bytes and work, and torch's text."""
         return "\n".join([*self.shares(), super().__repr__()])
 
     def shares(self) -> tuple[str, ...]:
-        """For each set of ranks, in words, what each of them owns: parameters, bytes and work."""
+        """Return a line per set of ranks with the parameters, bytes and work that each rank owns."""
         lines = []
         for ranks, members in _by_ranks(self._wholes).items():
             count, nbytes, cost = (dict.fromkeys(ranks.places, 0) for _ in range(3))
@@ -240,12 +243,11 @@ class WholeParameters(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient on any rank. Collective. Returns what ``closure``,
-        called once, before, with gradients enabled, returns.
+        """Update the parameters that have a gradient on any rank. Collective. Return the result of ``closure``.
 
-        Raises RuntimeError on all ranks, naming the parameter, for gradients that ``no_sync`` has left
-        unreduced on one; and, naming the rank, where its optimizer raises: the step is then done for some
-        parameters and not for others.
+        ``closure`` is called once, before the update, with gradients enabled. Raises RuntimeError on all
+        ranks, naming the parameter, for gradients left unreduced by ``no_sync`` on one; and, naming the rank,
+        if its optimizer raises: the step is then done for some parameters and not for others.
         """
         loss = None
         if closure is not None:
@@ -276,14 +278,14 @@ class WholeParameters(Optimizer):
         dtypes: dict[_Whole, torch.dtype],
         outer: Sequence[ParamGroup],
     ) -> None:
-        """See [Note: Beside the computation]."""
+        """Step all buckets. Collective. See [Note: Beside the computation]."""
         beside, error = self._beside, None
         with beside.moving(after_computation=True):
             gathered = _gathered_on_owners(buckets[0], dtypes)
             event = beside.event()
         for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
             beside.wait(event)
-            while gathered:  # which then holds none of a bucket that has been returned
+            while gathered:  # pop, so that no reference to a returned bucket remains
                 whole, value, grad = gathered.pop()
                 whole.held.data, whole.held.grad = value, grad
                 del value, grad
@@ -306,7 +308,8 @@ class WholeParameters(Optimizer):
 
     def _step_inner(self, outer: Sequence[ParamGroup]) -> None:
         for group, options in zip(self._inner_groups(), outer, strict=True):
-            # what a group counts it counts once in a step, of however many buckets
+            # restored per bucket: a counter in a group advances once per step, regardless of the number of
+            # buckets
             held = group["params"]
             group.clear()
             group.update(options, params=held)
@@ -314,7 +317,7 @@ class WholeParameters(Optimizer):
             inner.step()
 
     def _buckets(self, wholes: list[_Whole]) -> Iterator[list[_Whole]]:
-        """In each, all ranks have as much to do as in the others, as far as single parameters let them."""
+        """Yield buckets with equally balanced work on all ranks, as far as single parameters permit."""
         queues: dict[_Ranks | None, dict[tuple[int, int], list[_Whole]]] = {}
         for whole in wholes:
             queues.setdefault(whole.ranks, {}).setdefault(whole.owner, []).append(whole)
@@ -324,21 +327,22 @@ class WholeParameters(Optimizer):
             for queue in by_owner.values():
                 cost = sum(whole.cost for whole in queue) or 1
                 nbytes = sum(whole.nbytes for whole in queue) or 1
-                before = 0.0  # how far in the work and the bytes of the queue a parameter begins
+                # fraction of the queue's work and bytes before the parameter
+                before = 0.0
                 for whole in queue:
                     part = (whole.cost / cost + whole.nbytes / nbytes) / 2
                     buckets[int(min(before + part / 2, 1 - 1e-9) * count)].append(whole)
                     before += part
             yield from filter(None, buckets)
         if not wholes:
-            yield []  # an optimizer steps, though nothing has a gradient: it may count
+            yield []  # optimizers step even without gradients: they may count steps
 
     # ---- state
 
     def sharded_state(self) -> dict[Tensor, ParamState]:
-        """The state as an optimizer over the shards would have it. Collective.
+        """Return the state as of an optimizer over the shards. Collective.
 
-        What has not its parameter's shape is a ``WholeState``.
+        State whose shape differs from its parameter's is a ``WholeState``.
         """
         if _LOADED in _told(self._stepped, {_LOADED: {}} if len(self.state) else {}):
             self._take_state()
@@ -360,7 +364,7 @@ class WholeParameters(Optimizer):
             for key, kind in described.get(whole.name, {}).items():
                 if isinstance(kind, torch.dtype):
                     moving.append((whole, key, own.get(key) if whole.is_own else None, kind))
-                    kept[key] = None  # in the optimizer's order
+                    kept[key] = None  # placeholder that keeps the optimizer's order
                 elif isinstance(kind, _Value):
                     kept[key] = copy.deepcopy(kind.value)
                 else:
@@ -368,23 +372,23 @@ class WholeParameters(Optimizer):
         parts = _moved_to_shards([(whole, value, dtype) for whole, _, value, dtype in moving])
         for (whole, key, *_), part in zip(moving, parts, strict=True):
             state[whole.param][key] = part.to(whole.param.device)
-        # single values of the others are told by the ranks that have elements
+        # scalars of parameters without elements here are saved by ranks that have elements
         for param, own in state.items():
             if not param.numel():
                 state[param] = {key: value for key, value in own.items() if isinstance(value, WholeState)}
         return {param: own for param, own in state.items() if own}
 
     def owned_names(self) -> frozenset[str]:
-        """The parameters that this rank steps for all."""
+        """Return the names of parameters that this rank steps for all."""
         return frozenset(whole.name for whole in self._wholes if whole.is_own)
 
     def _state_of(self, whole: _Whole) -> ParamState:
-        """The optimizer's own, as it is saved; empty on other ranks than the owner."""
+        """Return the inner optimizer's state, dequantized; empty on ranks other than the owner."""
         inner = self._inner_of[whole.held]
         return dequantized(inner, inner.state[whole.held]) if whole.held in inner.state else {}
 
     def state_dict(self) -> StateDict:
-        """Of this rank's shards; see ``sharded_state``. Collective."""
+        """Return the state dict of this rank's shards. Collective. See ``sharded_state``."""
         sharded = self.sharded_state()
         own, self.state = self.state, sharded  # type: ignore[assignment]
         try:
@@ -393,7 +397,7 @@ class WholeParameters(Optimizer):
             self.state = own
 
     def _take_state(self) -> None:
-        """What was loaded goes to the owners. Collective."""
+        """Move loaded state to the owners. Collective."""
         told = _told(
             self._stepped,
             {w.name: _kinds(self.state[w.param]) for w in self._stepped if w.param in self.state},
@@ -413,10 +417,10 @@ class WholeParameters(Optimizer):
                 if isinstance(kind, torch.dtype):
                     nothing = torch.empty(0, dtype=kind, device=whole.param.device)
                     moving.append((whole, key, own.get(key, nothing)))
-                if whole.is_own:  # in the order in which it was saved
+                if whole.is_own:  # saved order of keys
                     value = kind.value if isinstance(kind, _Value) else None
                     group = group_of[whole.held]
-                    # single numbers stay on the CPU as torch has it when an optimizer loads state
+                    # single numbers stay on the CPU, as in torch's Optimizer.load_state_dict
                     stays = key == "step" and not (group.get("capturable") or group.get("fused"))
                     if isinstance(value, Tensor) and not stays:
                         value = value.to(whole.ranks.device)
@@ -445,7 +449,7 @@ def _options(group: ParamGroup) -> ParamGroup:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-# ----------------------------------------------------------------- which parameters, and whose
+# ----------------------------------------------------------------- parameters and owners
 
 
 def _wholes_of(model: nn.Module) -> list[_Whole]:
@@ -460,7 +464,7 @@ def _wholes_of(model: nn.Module) -> list[_Whole]:
 
 
 def _by_ranks(wholes: Iterable[_Whole]) -> dict[_Ranks, list[_Whole]]:
-    """Those that units manage, by the ranks that have them."""
+    """Return the parameters that units manage, by their candidate owners."""
     found: dict[_Ranks, list[_Whole]] = {}
     for whole in wholes:
         if whole.ranks is not None:
@@ -469,8 +473,11 @@ def _by_ranks(wholes: Iterable[_Whole]) -> dict[_Ranks, list[_Whole]]:
 
 
 def _choose_owners(wholes: Sequence[_Whole]) -> None:
-    """The costliest first, each to a rank that stays below an equal share, the one that holds most of it;
-    else to the rank with the least to do."""
+    """Assign owners, costliest parameters first.
+
+    A parameter is assigned to the rank that holds most of it, among those that stay below an equal share of
+    the work; otherwise to the rank with the least work.
+    """
     for ranks, members in _by_ranks(wholes).items():
         load = dict.fromkeys(ranks.places, 0)
         share = sum(whole.cost for whole in members) / len(load)
@@ -486,8 +493,11 @@ def _choose_owners(wholes: Sequence[_Whole]) -> None:
 
 
 def _bucket_count(queues: Sequence[Sequence[_Whole]], bucket_nbytes: int | None) -> int:
-    """No more than leave each rank a parameter of each bucket, as it would wait for the movement of one without;
-    but as many as the largest parameter on each rank lets be."""
+    """Return the number of buckets for ``bucket_nbytes``.
+
+    Limited so that each rank has a parameter in each bucket, because a rank without one would only wait for
+    transfers; but at least as many as the largest parameter on each rank permits.
+    """
     if bucket_nbytes is None:
         return 1
     sizes = [whole.nbytes for queue in queues for whole in queue]
@@ -515,22 +525,22 @@ def _made(
                 f"{type(one).__name__} holds parameters that the function was not given, of shapes "
                 f"{first_names(strangers)}: take them from its argument, not from the model"
             )
-        for whole in wholes:  # what a constructor made for parameters of other ranks
+        for whole in wholes:  # state made by a constructor for parameters of other ranks
             if not whole.is_own:
                 one.state.pop(whole.held, None)
     return inner
 
 
-# ----------------------------------------------------------------- movement
+# ----------------------------------------------------------------- transfers
 
 
 class _Beside:
-    """A stream for what moves; on the CPU it moves between computations.
+    """Side stream for transfers. Transfers and computation alternate on the CPU.
 
-    [Note: Beside the computation] A bucket is gathered while the one before is computed, and returned while
-    the next one is. The stream holds, in this order: gather 0, gather 1, return 0, gather 2, return 1. Each
-    return waits for its bucket's computation, so that memory of the stream that a bucket has left is free for
-    the gather behind it: two buckets of memory.
+    [Note: Beside the computation]
+    A bucket is gathered during the computation of the previous one, and returned during that of the next.
+    Order on the stream: gather 0, gather 1, return 0, gather 2, return 1. Each return waits for its bucket's
+    computation, so the memory of a returned bucket is free for the following gather: two buckets of memory.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -552,19 +562,19 @@ class _Beside:
         return self.stream.record_event() if self.stream else None
 
     def wait(self, event: Any = None) -> None:
-        """Computation waits for what has moved by ``event``; by default for all."""
+        """Let the compute stream wait for transfers before ``event``; by default for all."""
         if self.module is not None:
             (event or self.event()).wait(self.module.current_stream(self.device))
 
 
 def _groups_of(wholes: Iterable[_Whole]) -> list[dist.ProcessGroup]:
-    """Those among which all ranks of these parameters are."""
+    """Return the groups that connect all ranks of these parameters."""
     all_ranks = dict.fromkeys(whole.ranks for whole in wholes if whole.ranks is not None)
     return [group for ranks in all_ranks for group in common.of_several(ranks.shards, ranks.replicas)]
 
 
 def _raise_everywhere(wholes: Sequence[_Whole], error: Exception | None, remedy: str) -> None:
-    """Raise RuntimeError where one rank has an error. Collective."""
+    """Raise RuntimeError on all ranks if one has an error. Collective."""
     own = dist.get_rank(), None if error is None else f"{type(error).__name__}: {error}"
     devices = [whole.ranks.device for whole in wholes if whole.ranks is not None]
     everyone = [own]
@@ -578,13 +588,13 @@ def _raise_everywhere(wholes: Sequence[_Whole], error: Exception | None, remedy:
 def _agree_on_gradients(
     wholes: Sequence[_Whole], state_is_loaded: bool
 ) -> tuple[dict[_Whole, torch.dtype], bool]:
-    """The parameters of which a rank has a gradient, with its dtype; and whether a rank has loaded state."""
+    """Return the dtypes of gradients on any rank, by parameter; and True if any rank has loaded state. Collective."""
     found: dict[_Whole, torch.dtype] = {}
     for whole in wholes:
         if whole.ranks is None and whole.param.grad is not None:
             found[whole] = whole.param.grad.dtype
     for ranks, members in _by_ranks(wholes).items():
-        kinds = []  # 0 for no gradient, else from 1 on its dtype, or that it is not reduced
+        kinds = []  # 0: no gradient; 1 + index of its dtype; or _UNREDUCED
         for whole in members:
             grad = whole.param.grad
             if grad is not None and grad.shape != whole.param.shape:
@@ -610,7 +620,7 @@ def _agree_on_gradients(
 def _gathered_on_owners(
     bucket: Sequence[_Whole], dtypes: dict[_Whole, torch.dtype]
 ) -> list[tuple[_Whole, Tensor, Tensor]]:
-    """Of what this rank steps the values and gradients. Collective."""
+    """Return (parameter, value, gradient) of the parameters of a bucket that this rank steps. Collective."""
     found, managed = [], []
     for whole in bucket:
         param, grad = whole.param.detach(), whole.param.grad
@@ -630,7 +640,7 @@ def _gathered_on_owners(
 
 
 def _moved_to_owners(parts: Sequence[tuple[_Whole, Tensor]]) -> Iterator[Tensor | None]:
-    """Of each parameter's part on every rank the whole, on its owner; of one set of ranks. Collective."""
+    """Yield each full parameter on its owner, else None, from the parts on one set of ranks. Collective."""
     divided = [(whole, part) for whole, part in parts if whole.is_of_replica and whole.is_divided]
     flat = (whole.flat(part) for whole, part in divided)
     wholes = _redistributed([whole for whole, _ in divided], flat, to_owners=True)
@@ -642,9 +652,9 @@ def _moved_to_owners(parts: Sequence[tuple[_Whole, Tensor]]) -> Iterator[Tensor 
             yield whole.shaped(value, whole=True) if whole.is_own else None
         else:
             assert whole.ranks is not None
-            # not at any address: products of matrices differ in their last bits by how their memory is aligned
+            # new memory: the last bits of matrix products depend on alignment
             yield part.to(whole.ranks.device, copy=True)
-    for _ in wholes:  # to its end, as on the other ranks
+    for _ in wholes:  # exhausted, as on the other ranks
         pass
 
 
@@ -661,15 +671,15 @@ def _redistributed(wholes: Sequence[_Whole], values: Iterable[Tensor], to_owners
         *((shards, owners) if to_owners else (owners, shards)),
         ranks.shards,
         device=ranks.device,
-        batch_nbytes=BATCH_NBYTES * ranks.shards.size(),  # on each rank: with many, latency would decide
+        batch_nbytes=BATCH_NBYTES * ranks.shards.size(),  # per rank: latency would dominate with many ranks
     )
 
 
 def _return_to_shards(wholes: Sequence[_Whole]) -> None:
-    """What the owners have becomes what the shards have. Collective."""
+    """Copy the owners' parameters into the shards. Collective."""
     values = [whole.held.detach() for whole in wholes]
     for value in values:
-        if not value.is_cpu:  # an optimizer may have put memory of its stream in place of ours
+        if not value.is_cpu:  # an optimizer may have replaced the memory by some of its own stream
             value.record_stream(torch.get_device_module(value.device).current_stream(value.device))
     given = [(w, v if w.is_own else None, v.dtype) for w, v in zip(wholes, values, strict=True)]
     if wholes:
@@ -677,7 +687,7 @@ def _return_to_shards(wholes: Sequence[_Whole]) -> None:
 
 
 def _moved_to_shards(values: Sequence[tuple[_Whole, Tensor | None, torch.dtype]]) -> list[Tensor]:
-    """Of each tensor, whole on its owner, this rank's part, on the device that computes. Collective."""
+    """Return this rank's part of each tensor, full on its owner, on the compute device. Collective."""
     parts: dict[int, Tensor] = {}
     for ranks in dict.fromkeys(whole.ranks for whole, _, _ in values):
         assert ranks is not None
@@ -703,7 +713,7 @@ def _moved_to_shards(values: Sequence[tuple[_Whole, Tensor | None, torch.dtype]]
 
 
 def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
-    """From one rank into the tensors of the others, those of one dtype together. Collective."""
+    """Broadcast ``source``'s tensors into those of other ranks, one transfer per dtype. Collective."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         together = torch.cat(alike)
@@ -712,21 +722,21 @@ def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int)
             tensor.copy_(received)
 
 
-# ----------------------------------------------------------------- what state there is
+# ----------------------------------------------------------------- description of state
 
 
 class _Value(NamedTuple):
-    """What is no tensor with elements to divide."""
+    """State that is not a tensor with elements to divide."""
 
     value: object
 
 
 _Described = dict[str, "torch.dtype | _Value | WholeState"]
-_LOADED = ""  # a name for what a rank says that has loaded state
+_LOADED = ""  # key by which a rank reports loaded state
 
 
 def _kinds(state: ParamState, shape: torch.Size | None = None) -> _Described:
-    """``shape``: which tensors must have, to be divided as their parameter is."""
+    """Return a description of state. ``shape``: shape of tensors that are divided like the parameter; None for any."""
     kinds: _Described = {}
     for key, value in state.items():
         if isinstance(value, WholeState):
@@ -743,7 +753,7 @@ def _kinds(state: ParamState, shape: torch.Size | None = None) -> _Described:
 
 
 def _told(wholes: Sequence[_Whole], mine: dict[str, _Described]) -> dict[str, _Described]:
-    """What any of the ranks that have these parameters says of them. Collective."""
+    """Return the merged descriptions of all ranks that have these parameters. Collective."""
     found = {name: dict(kinds) for name, kinds in mine.items()}
     for group in _groups_of(wholes):
         for one in common.tell(found, group):
