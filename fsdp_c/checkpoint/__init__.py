@@ -1,7 +1,7 @@
-"""Sharded checkpoints that survive a crash: saved without exchanging parameters, checked when loaded.
+"""Sharded checkpoints that survive a crash: saved without exchange of parameters, verified by load.
 
-``save`` and ``load`` write and read torch.distributed.checkpoint's format; ``python -m fsdp_c.checkpoint``
-verifies a checkpoint and exports its model to safetensors, without ranks.
+``save`` and ``load`` use torch.distributed.checkpoint's format; ``python -m fsdp_c.checkpoint`` verifies a
+checkpoint and exports its model to safetensors, without ranks.
 """
 
 from fsdp_c.checkpoint.background import BackgroundSave

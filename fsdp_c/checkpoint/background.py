@@ -1,11 +1,11 @@
-"""Saves in the background: a thread, collectives of its own, and what becomes of their errors.
+"""Background saves: thread, process group and error reporting.
 
 [Note: Saves in the background]
-A thread of this process writes, from copies that no one else touches: see [Note: A copy beside the next
-step]. One save is under way at a time. Its ranks talk over a group of gloo that is made at the first of these
-saves and that torch.distributed does not know, so that neither a collective of a step nor
-``destroy_process_group`` meets it. The thread is no daemon: an interpreter that ends waits for it. An error
-is raised by ``wait``, by the next save or, where neither comes, at exit.
+A thread of this process writes from copies that no other code modifies: see [Note: A copy beside the next
+step]. One save runs at a time. Its ranks communicate over a gloo group, created by the first background save
+and unregistered in torch.distributed, so that collectives of a step and ``destroy_process_group`` do not
+interfere. The thread is not a daemon: the interpreter waits for it at exit. An error is raised by ``wait``,
+by the next save or, without either, at exit.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fsdp_c.tools import phases
 
 
 class BackgroundSave:
-    """A save that is being written, or over. ``fsdp_c.checkpoint.save`` returns it."""
+    """Running or finished save, returned by ``fsdp_c.checkpoint.save``."""
 
     def __init__(self, what: str, work: Callable[[], object] = lambda: None) -> None:
-        """``work`` runs in the save's thread; without one the save is over."""
+        """Prepare a save with ``work``, for the save's thread; a finished save without one."""
         self._what, self._work = what, work
         self._error: BaseException | None = None
         self._is_told = False
@@ -40,13 +40,12 @@ class BackgroundSave:
         except BaseException as error:
             self._error = error
         finally:
-            del self._work  # with all that it holds
+            del self._work  # frees all that it references
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until the checkpoint is on disk, in its place. Not collective.
+        """Wait until the checkpoint is on disk, in its place. Not collective.
 
-        Raises what ``save`` without ``background`` raises, or TimeoutError if that takes more than
-        ``timeout`` seconds.
+        Raises the errors of ``save`` without ``background``, or TimeoutError after ``timeout`` seconds.
         """
         with phases.enter(_C.PROGRESS_SAVE):
             if self._thread.ident is not None:
@@ -58,7 +57,7 @@ class BackgroundSave:
             raise self._error
 
     def done(self) -> bool:
-        """Whether it is over. ``wait`` says how it ended."""
+        """Return True if the save has ended, successfully or not. ``wait`` raises its error."""
         return not self._thread.is_alive()
 
 
@@ -66,7 +65,7 @@ _last: BackgroundSave | None = None
 
 
 def start(what: str, work: Callable[[], object]) -> BackgroundSave:
-    """Do ``work`` in the background. The last save must be over."""
+    """Run ``work`` in the background. The last save must have ended."""
     global _last
     _last = BackgroundSave(what, work)
     _last._thread.start()
@@ -74,7 +73,7 @@ def start(what: str, work: Callable[[], object]) -> BackgroundSave:
 
 
 def finish(raises: bool = True) -> None:
-    """Wait for the last save. Its error is raised here, if nobody was told yet."""
+    """Wait for the last save. Raise its error if no call has raised it before."""
     if _last is not None:
         _last._thread.join()
         if raises and not _last._is_told:
@@ -86,7 +85,7 @@ def _at_exit() -> None:
         finish()
     finally:
         if _last is None or _last._error is None:
-            _groups.clear()  # their threads end before the interpreter
+            _groups.clear()  # ends their threads before the interpreter's end
 
 
 atexit.register(_at_exit)
@@ -99,7 +98,7 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakr
 
 
 def gloo_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The ranks of ``group`` in a group of their own. Collective for the first time."""
+    """Return a gloo group of the ranks of ``group``. Collective in its first call."""
     group = group or _get_default_group()
     own = _groups.get(group)
     if own is None:

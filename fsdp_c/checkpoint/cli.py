@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run a command. Return the exit status."""
     args = make_parser().parse_args(argv)
     try:
         return (_verify if args.command == "verify" else _export)(args)
@@ -57,20 +57,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print(f"error: {error}", file=sys.stderr)
         if isinstance(error, CheckpointError) and args.command == "verify":
             return 1
-    except (RuntimeError, MemoryError) as error:  # torch's, which do not name the path
+    except (RuntimeError, MemoryError) as error:  # raised by torch, without the path
         _print(f"error: {args.path}: {(str(error) or 'out of memory').splitlines()[0]}", file=sys.stderr)
-    except Exception:  # a bug; 1 would say that the checkpoint is damaged
+    except Exception:  # a bug; status 1 would report the checkpoint as damaged
         traceback.print_exc()
     return 2
 
 
 def _print(text: str, file: TextIO | None = None) -> None:
-    """Print a line. Control characters, which a terminal would obey, are escaped as Python escapes them."""
+    """Print a line. Control characters are escaped like in repr(), so that a terminal does not interpret them."""
     print("".join(each if each.isprintable() else repr(each)[1:-1] for each in text), file=file)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint ``path`` with its files open, so that a save to its place does not disturb the reader."""
+    """Return the checkpoint ``path`` with its files open, so that a save to its place does not disturb the reader."""
 
     def opened() -> Checkpoint:
         checkpoint = read_checkpoint(path)
@@ -97,7 +97,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def problems(checkpoint: Checkpoint) -> Iterator[str]:
-    """Read everything, a piece at a time, and describe each damage; without checksums, each unreadable part."""
+    """Read everything, one piece at a time, and yield each damage; without checksums, each unreadable part."""
     data: dict[str, set[tuple[int, int]]] = {}
     for key, entry in checkpoint.entries.items():
         for part in entry.chunks if isinstance(entry, TensorEntry) else [entry]:

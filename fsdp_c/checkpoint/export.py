@@ -1,7 +1,8 @@
 """Export of a checkpoint's model to sharded safetensors, in the memory of its largest tensor.
 
-The safetensors library writes a file from all of its tensors at once. torch's writer keeps one box of a tensor for each
-rank, where a flat shard may hold several. Here the header follows from the metadata, and tensors are read one by one.
+The safetensors library writes a file from all of its tensors at once. torch's writer keeps one box of a
+tensor per rank, whereas a flat shard may hold several. Here the header is computed from the metadata, and
+tensors are read one by one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fsdp_c.checkpoint.storage import read_entries
 from fsdp_c.sharding.traversal import is_flat_param_name
 
 CASTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-MAX_NBYTES = 5 * 10**9  # of a file; a larger tensor has a file of its own
+MAX_NBYTES = 5 * 10**9  # maximum size of a file; a larger tensor has a file of its own
 _CAST_NUMEL = 2**20
 _NAMES = {
     getattr(torch, dtype): name
@@ -39,10 +40,10 @@ _NAMES = {
 
 
 class _Tensor(NamedTuple):
-    key: str  # in the checkpoint
-    name: str  # in the model
+    key: str  # key in the checkpoint
+    name: str  # name in the model
     shape: tuple[int, ...]
-    dtype: torch.dtype  # as it is written
+    dtype: torch.dtype  # dtype in the file
 
     @property
     def nbytes(self) -> int:
@@ -56,10 +57,11 @@ def export(
     model_key: str = "model",
     max_nbytes: int = MAX_NBYTES,
 ) -> tuple[int, int]:
-    """Write the tensors below ``model_key`` into the new folder ``target``; the number of tensors and of files.
+    """Write the tensors below ``model_key`` into the new folder ``target``. Return the numbers of tensors and files.
 
-    ``dtype`` replaces floating-point dtypes of 16 bits and more. CheckpointError for damage and for tensors that
-    safetensors cannot hold, FileExistsError for a ``target`` that exists; then nothing is left at ``target``.
+    ``dtype`` replaces floating-point dtypes of 16 bits and more. Raises CheckpointError for damage and for
+    tensors that safetensors cannot hold, with nothing left at ``target``; FileExistsError if ``target``
+    exists.
     """
     check_path(target)
     target = absolute(target)
@@ -79,7 +81,7 @@ def export(
 
 @contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
-    """A folder beside ``target``, which gets its name once it is complete and on the disk, and goes after an error."""
+    """Yield a temporary folder next to ``target``, renamed once complete and on disk, removed after an error."""
     temporary = target.with_name(f".{target.name}.exporting")
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -127,7 +129,7 @@ def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None, model_key: str) 
 
 
 def _files(tensors: list[_Tensor], max_nbytes: int) -> dict[str, list[_Tensor]]:
-    """By the name of a file its tensors, of the largest elements first: each is aligned to its elements then."""
+    """Return tensors by file name, those with the largest elements first: then each is aligned to its elements."""
     parts: list[list[_Tensor]] = [[]]
     for tensor in tensors:
         if parts[-1] and sum(each.nbytes for each in parts[-1]) + tensor.nbytes > max_nbytes:
@@ -141,7 +143,7 @@ def _files(tensors: list[_Tensor], max_nbytes: int) -> dict[str, list[_Tensor]]:
 
 
 def _content(checkpoint: Checkpoint, tensors: list[_Tensor]) -> Iterator[bytes | memoryview]:
-    """A file's bytes: the length of its header, the header, the data."""
+    """Yield the bytes of a file: the length of its header, the header, the data."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
@@ -155,7 +157,7 @@ def _content(checkpoint: Checkpoint, tensors: list[_Tensor]) -> Iterator[bytes |
 
 
 def _data(checkpoint: Checkpoint, tensor: _Tensor) -> Iterator[memoryview]:
-    """A generator of its own, so that no tensor is held while the next is read."""
+    """Yield the data of a tensor. A separate generator, so that no tensor is held while the next is read."""
     flat = read_entries(checkpoint, [tensor.key])[tensor.key].contiguous().view(-1)
     for part in flat.split(_CAST_NUMEL):
         cast = part.to(tensor.dtype)

@@ -1,30 +1,29 @@
-"""The folder of a checkpoint: publication by one rename, one writer at a time, the end of ``.metadata``, and the
-folders beside it.
+"""Folder of a checkpoint: publication by one rename, lock, footer of ``.metadata``, and sibling checkpoints.
 
 [Note: In place at once]
-A save makes a new folder of data, ``fsdp_c-data-TOKEN``, inside the checkpoint's folder. Ranks write their files
-into it, the first rank the layout and a new ``.metadata``. One rename of that file over the old ``.metadata``
-publishes the checkpoint; then the data that the old one named are removed. A kill at any time leaves the old
-checkpoint or the new. Other files in the folder, its mode and its owner are left alone. A folder without
-``.metadata`` is no checkpoint: a first save is running there, or was killed.
+A save creates a new data folder, ``fsdp_c-data-TOKEN``, inside the checkpoint's folder. Ranks write their
+files into it, the first rank the layout and a new ``.metadata``. One rename of that file over the old
+``.metadata`` publishes the checkpoint; then the data folder named by the old one is removed. A kill at any
+time leaves the old checkpoint or the new. Other files in the folder, its mode and its owner are unchanged. A
+folder without ``.metadata`` is not a checkpoint: a first save is running there, or was killed.
 
-The saving process holds a lock (flock) on ``.saving.lock`` in the folder; another one raises CheckpointError before
-it touches anything. Under the lock, data of killed saves are removed. Their folders are renamed first: a writer
-that lives on, as a zombie whose lock the file server gave away, publishes by a rename out of its folder, which
-then fails. On a file system without flock only the replaced data are removed.
+The saving process holds a lock (flock) on ``.saving.lock`` in the folder; a second process raises
+CheckpointError before any change. Data of killed saves is removed under the lock. Data folders are renamed
+before removal: a zombie writer, whose lock the file server has released, publishes by a rename out of its
+folder, which then fails. Only the replaced data is removed on a file system without flock.
 
-Readers open the files that they need, and begin anew if one is gone because ``.metadata`` was replaced
-meanwhile: ``unless_replaced()``. From then on they read the opened files, whatever writers do.
+Readers open the files that they need, and start again if one is missing because ``.metadata`` was replaced
+meanwhile: ``unless_replaced()``. Opened files are then read regardless of writers.
 
-The file system must be shared by all ranks, rename atomically within a folder, and bring data to stable
-storage by fsync. A file that one host has written, synced and closed must be seen by another that opens it
-afterwards (NFS's close-to-open consistency). Local disks of several hosts are refused. NFS also takes open files
-away when another host removes them: a load raises then.
+The file system must be shared by all ranks, rename atomically within a folder, and flush data to stable
+storage by fsync. A file that one host has written, synced and closed must be visible to another host that
+opens it afterwards (NFS's close-to-open consistency). Local disks of several hosts are refused. NFS also
+removes open files when another host unlinks them: a load raises then.
 
 [Note: The end of .metadata]
-Behind its pickle, where readers of pickles do not look, our ``.metadata`` has a line of JSON (the folder of data,
-size and CRC-32 of each file in it, files of torch's that it replaced), and a last line with the length of the JSON
-and a CRC-32 of all bytes before. So one rename replaces data and checksums together.
+fsdp_c's ``.metadata`` has a footer after its pickle, ignored by readers of pickles: a line of JSON (the data
+folder, size and CRC-32 of each file in it, replaced files of torch), and a last line with the length of the
+JSON and a CRC-32 of all bytes before. One rename thus replaces data and checksums together.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ METADATA = ".metadata"
 LAYOUT = "fsdp_c.layout"
 LOCK = ".saving.lock"
 
-DATA = re.compile("fsdp_c-data-[0-9a-f]{12}")  # the name of a folder of data
-_REMOVED = ".removed"  # the end of a data folder's name while it is removed
+DATA = re.compile("fsdp_c-data-[0-9a-f]{12}")  # name of a data folder
+_REMOVED = ".removed"  # suffix of a data folder's name during its removal
 _FILE = r"__[0-9]+_[0-9]+\.distcp"
 _OWN_FILE = re.compile("|".join([_FILE, re.escape(METADATA), re.escape(LAYOUT)]))
 _FILE_OF_TORCH = re.compile(rf"(?<![\w./-]){_FILE}".encode())  # spelled out in a pickle
@@ -69,8 +68,7 @@ class CheckpointError(RuntimeError):
 
 @contextmanager
 def refusing(say: Callable[[Exception], str]) -> Iterator[None]:
-    """Around reading what a stranger may have written, which can fail in any way: but for an OSError that is
-    a CheckpointError, in which ``say`` says why."""
+    """Raise CheckpointError with the text of ``say`` for any error but OSError, while untrusted data is parsed."""
     try:
         yield
     except (CheckpointError, OSError):
@@ -88,24 +86,24 @@ def require(condition: object, problem: str) -> None:
 
 
 def check_path(path: StrPath) -> None:
-    """ValueError for what is no path of a file system: "s3://bucket/name" would become a folder "s3:"."""
+    """Raise ValueError for a path outside of file systems: "s3://bucket/name" would become a folder "s3:"."""
     text = os.fsdecode(path)
     if not text:
         raise ValueError("the path of a checkpoint is empty")
     scheme = re.match("[A-Za-z][A-Za-z0-9+.-]*:/", text)
-    # a Path has one slash left of two
+    # Path reduces two slashes to one
     if scheme and (text.startswith("/", scheme.end()) or not os.path.isdir(scheme[0])):
         raise ValueError(f"{text}: an address; checkpoints are folders of a file system that all ranks share")
 
 
 def absolute(path: StrPath) -> Path:
-    """The same with a name, beside which there is room. Links are followed before ``..``, as systems do."""
+    """Return the absolute path, with a name and a parent folder. Links are resolved before ``..``, as by the system."""
     path = Path(path)
     return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
 
 
 def check_target(path: StrPath) -> None:
-    """Raise ValueError or FileExistsError for a path to which no checkpoint can be saved without loss."""
+    """Raise ValueError or FileExistsError for a path where a save is impossible or would overwrite other data."""
     check_path(path)
     folder = absolute(path)
     if not folder.name:
@@ -128,7 +126,7 @@ def _is_of_dcp(metadata: Path) -> bool:
 
 
 def locate(path: Path) -> Path:
-    """``path`` if it is a checkpoint. FileNotFoundError for none."""
+    """Return ``path`` if it is a checkpoint, else raise FileNotFoundError or NotADirectoryError."""
     if is_checkpoint(path):
         return path
     if not path.exists():
@@ -141,12 +139,12 @@ def locate(path: Path) -> Path:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether ``folder`` has the file that is written last."""
+    """Return True if ``folder`` has ``.metadata``, the file that is published last."""
     return (folder / METADATA).is_file()
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether all files of data that ``.metadata`` names are there."""
+    """Return True if all data files named by ``.metadata`` exist."""
     if not is_checkpoint(folder):
         return False
     with contextlib.suppress(CheckpointError):
@@ -157,7 +155,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def unless_replaced(path: Path, work: Callable[[], T]) -> T:
-    """What ``work``, which reads the checkpoint ``path``, returns; done anew where another took its place."""
+    """Return the result of ``work``, a reader of the checkpoint ``path``; repeat it if the checkpoint was replaced."""
     for _ in range(_TRIES):
         before = _generation(path)
         try:
@@ -169,28 +167,28 @@ def unless_replaced(path: Path, work: Callable[[], T]) -> T:
 
 
 def _generation(path: Path) -> tuple[int, ...] | None:
-    """Differs from one ``.metadata`` to the next. The file is opened, as servers' attributes may be old."""
+    """Return an identity of ``.metadata``. The file is opened, because a file server's attributes may be stale."""
     with contextlib.suppress(OSError), (path / METADATA).open("rb") as file:
         found = os.fstat(file.fileno())
         return found.st_ino, found.st_mtime_ns, found.st_size
     return None
 
 
-# ----------------------------------------------------------------- the end of .metadata
+# ----------------------------------------------------------------- footer of .metadata
 
 
 class Footer(NamedTuple):
-    """The end of a ``.metadata`` of ours: see [Note: The end of .metadata]."""
+    """Footer of a ``.metadata`` written by fsdp_c: see [Note: The end of .metadata]."""
 
-    data: str  # the folder of data
-    # in it, by name: the size, and the CRC-32 of all bytes but the data of pieces
+    data: str  # name of the data folder
+    # (size, CRC-32 of all bytes except the data of pieces) of its files, by name
     files: dict[str, tuple[int, int]]
     replaced: list[str]  # torch's files in the checkpoint's folder
     identity: tuple[int, int] = (0, 0)  # size and CRC-32 of ``.metadata``
 
 
 class Counted:
-    """Parts of a file as they are written, with their size and CRC-32 so far."""
+    """Iterator over parts of a file, with their total size and CRC-32 so far."""
 
     def __init__(self, parts: Iterable[bytes]) -> None:
         self.parts, self.size, self.crc32 = parts, 0, 0
@@ -203,7 +201,7 @@ class Counted:
 
 
 def with_footer(pickled: Iterable[bytes], footer: Footer) -> Iterator[bytes]:
-    """A ``.metadata`` of ours, part by part."""
+    """Yield the parts of a ``.metadata`` with footer."""
     text = json.dumps(footer[:3]).encode() + b"\n"
     content = Counted(itertools.chain(pickled, (text, b"fsdp_c 1 %010x " % len(text))))
     yield from content
@@ -211,14 +209,16 @@ def with_footer(pickled: Iterable[bytes], footer: Footer) -> Iterator[bytes]:
 
 
 def read_footer(folder: Path, *, compare: bool = False) -> Footer | None:
-    """As ``footer_of`` the folder's ``.metadata``."""
+    """Return the footer of the folder's ``.metadata``. See ``footer_of``."""
     with (folder / METADATA).open("rb") as file:
         return footer_of(file, folder, compare=compare)
 
 
 def footer_of(file: BinaryIO, folder: Path, *, compare: bool) -> Footer | None:
-    """None for a ``.metadata`` that does not end as ours do. CheckpointError for damage, which ``compare`` looks
-    for in all of it."""
+    """Return the footer, None for a ``.metadata`` without one. Raise CheckpointError for damage.
+
+    ``compare``: verify the checksum of the whole file.
+    """
     path = folder / METADATA
     with refusing(lambda error: f"{path}: damaged at its end ({error})"):
         size = os.fstat(file.fileno()).st_size
@@ -236,14 +236,14 @@ def footer_of(file: BinaryIO, folder: Path, *, compare: bool) -> Footer | None:
 
 
 def _sound_footer(folder: Path) -> Footer | None:
-    """None for no ``.metadata``, torch's, or a damaged one."""
+    """Return the footer, None for a missing or damaged ``.metadata``, or torch's."""
     with contextlib.suppress(CheckpointError):
         return read_footer(folder, compare=True) if is_checkpoint(folder) else None
     return None
 
 
 def _files_of_torch(folder: Path) -> list[str]:
-    """The files of ranks in ``folder`` itself that ``.metadata`` names; it is not unpickled."""
+    """Return the files of ranks in ``folder`` itself named by ``.metadata``, without unpickling it."""
     content = (folder / METADATA).read_bytes() if is_checkpoint(folder) else b""
     return sorted({name.decode() for name in _FILE_OF_TORCH.findall(content)})
 
@@ -253,9 +253,9 @@ def _files_of_torch(folder: Path) -> list[str]:
 
 @contextmanager
 def new_data(path: Path) -> Iterator[Path]:
-    """A new folder of data for a checkpoint at ``path``, for ``publish``; see [Note: In place at once].
+    """Yield a new data folder for a checkpoint at ``path``, for ``publish``. See [Note: In place at once].
 
-    It is removed if it is not published. Raises CheckpointError where another process saves to ``path``.
+    Removed unless published. Raises CheckpointError if another process saves to ``path``.
     """
     check_target(path)
     with _locked(path) as locked:
@@ -273,12 +273,12 @@ def new_data(path: Path) -> Iterator[Path]:
 
 
 def file_of(rank: int) -> str:
-    """The name of a rank's file in the folder of data."""
+    """Return the name of a rank's file in the data folder."""
     return f"__{rank}_0.distcp"
 
 
 def write_file(path: Path, content: Iterable[bytes | memoryview]) -> None:
-    """Write a file and flush it to the disk."""
+    """Write a file and flush it to disk."""
     with path.open("wb", buffering=2**20) as file:
         file.writelines(content)
         file.flush()
@@ -286,16 +286,17 @@ def write_file(path: Path, content: Iterable[bytes | memoryview]) -> None:
 
 
 def size_and_crc32(path: Path) -> tuple[int, int]:
-    """Of a whole file, which need not fit into memory."""
+    """Return size and CRC-32 of a whole file, which need not fit into memory."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         return size, crc32_of(file, 0, size)
 
 
 def publish(data: Path, pickled: Iterable[bytes], files: dict[str, tuple[int, int]]) -> None:
-    """Write ``.metadata`` and give it its place; see [Note: In place at once]. Then remove the replaced data.
+    """Write ``.metadata``, rename it into place, and remove the replaced data. See [Note: In place at once].
 
-    ``files``: see ``Footer``."""
+    ``files``: see ``Footer``.
+    """
     path, old = data.parent, _sound_footer(data.parent)
     replaced = [] if old else _files_of_torch(path)
     write_file(data / METADATA, with_footer(pickled, Footer(data.name, files, replaced)))
@@ -317,7 +318,7 @@ def publish(data: Path, pickled: Iterable[bytes], files: dict[str, tuple[int, in
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the names in a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -325,13 +326,16 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-# ----------------------------------------------------------------- one writer
+# ----------------------------------------------------------------- lock
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Holds the lock in the folder ``path``, which is made where there is none, and removed again if it stays
-    empty; False without locks. CheckpointError if another process holds it."""
+    """Hold the lock in the folder ``path``. Yield False on a file system without locks.
+
+    The folder is created if missing, and removed again if empty. Raises CheckpointError if another process
+    holds the lock.
+    """
     is_new = not path.is_dir()
     descriptor = _lock(path)
     try:
@@ -343,7 +347,7 @@ def _locked(path: Path) -> Iterator[bool]:
             with contextlib.suppress(OSError):
                 if _is_at(descriptor, path / LOCK):
                     (path / LOCK).unlink()
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # releases it also in a process forked meanwhile
             os.close(descriptor)
         if is_new:
             with contextlib.suppress(OSError):
@@ -373,7 +377,7 @@ def _lock(path: Path) -> int | None:
                     raise
                 lock.unlink(missing_ok=True)
                 return None
-            if _is_at(descriptor, lock):  # or its last holder has removed it
+            if _is_at(descriptor, lock):  # otherwise the last holder has removed it
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
                 stack.pop_all()
@@ -391,16 +395,18 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def has_data(folder: Path) -> bool:
-    """Whether there are data of a checkpoint, whole or not, or a save's lock."""
+    """Return True if the folder has a checkpoint's data, complete or not, or a save's lock."""
     names = f"{DATA.pattern}({_REMOVED})?|{_FILE}|{re.escape(LOCK)}"
     return any(re.fullmatch(names, each.name) for each in folder.iterdir())
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove the checkpoint ``path``, or the leftovers of one; other files in its folder stay.
-    CheckpointError where a save to it runs."""
+    """Remove the checkpoint ``path``, or the leftovers of one; other files in its folder are kept.
+
+    Raises CheckpointError if a save to it is running.
+    """
     with _locked(path):
-        (path / METADATA).unlink(missing_ok=True)  # from here on it is none
+        (path / METADATA).unlink(missing_ok=True)  # not a checkpoint from here on
         for data in _data_in(path):
             _remove(data)
         _remove_files(path, [each.name for each in path.iterdir()])
@@ -431,7 +437,7 @@ def _remove_files(path: Path, names: Iterable[str]) -> None:
 
 
 def _remove(data: Path) -> None:
-    """Remove a folder of data to which nothing refers. Files that are not a checkpoint's stay in it."""
+    """Remove an unreferenced data folder. Files of other programs are kept in it."""
     with contextlib.suppress(OSError):
         if data.is_symlink() or not data.is_dir():
             data.unlink()
@@ -444,7 +450,7 @@ def _remove(data: Path) -> None:
         data.rmdir()
 
 
-# ----------------------------------------------------------------- checkpoints side by side: runs/lm/step-000200
+# ----------------------------------------------------------------- sibling checkpoints: runs/lm/step-000200
 
 
 class _Name(NamedTuple):
@@ -459,11 +465,10 @@ class _Name(NamedTuple):
 
 
 def latest(folder: StrPath) -> Path | None:
-    """The whole checkpoint in ``folder`` whose name has the largest last number: step-200 of step-100 and
-    step-200.
+    """Return the complete checkpoint in ``folder`` whose name has the largest last number, such as step-200.
 
-    None where there is none. A checkpoint is whole if all files that it names are there; ``load`` finds
-    damage in them. Not collective: call it before a save may run, so that all ranks find the same.
+    None if there is none. A checkpoint is complete if all files that it names exist; ``load`` detects damage
+    in them. Not collective: call it before a save may run, so that all ranks find the same.
     """
     check_path(folder)
     try:
@@ -474,7 +479,7 @@ def latest(folder: StrPath) -> Path | None:
 
 
 def check_keep(path: Path, keep: int | None) -> None:
-    """Raise ValueError where ``keep`` does not say which checkpoints beside ``path`` are to stay."""
+    """Raise ValueError if ``keep`` does not select checkpoints next to ``path``."""
     if keep is None:
         return
     if keep < 1:
@@ -486,8 +491,11 @@ def check_keep(path: Path, keep: int | None) -> None:
 
 
 def remove_older(path: Path, keep: int) -> None:
-    """Of the checkpoints beside ``path`` whose names differ in the last number alone, leave it and those with
-    the largest numbers, ``keep`` together. A warning where one cannot be removed."""
+    """Remove all but ``keep`` checkpoints: ``path`` and those with the largest numbers.
+
+    Only siblings whose names differ from its name in the last number are considered. Warns if one cannot be
+    removed.
+    """
     own = _Name.of(path.name)
     assert own is not None
     others = []
@@ -500,7 +508,8 @@ def remove_older(path: Path, keep: int) -> None:
         try:
             if is_whole(each) and kept < keep:
                 kept += 1
-            elif has_data(each) and (is_whole(each) or number < own.number):  # or another job is saving it
+            # otherwise another job may be saving it
+            elif has_data(each) and (is_whole(each) or number < own.number):
                 remove_checkpoint(each)
         except (CheckpointError, OSError) as error:
             warnings.warn(f"{each}: not removed, as keep={keep} asks for: {error}", stacklevel=2)

@@ -1,14 +1,14 @@
-"""One copy of what is saved, in memory of the host's, so that training may go on while it is written.
+"""Copies of saved values in host memory, so that training continues during the write.
 
 [Note: A copy beside the next step]
-Storages are copied as they are: the shard of a unit, not its parameters, unless more than half of a storage is not
-saved. On a GPU shards and the optimizer's state are copied by a stream of their own, into pinned memory,
-beside the forward and the backward of the next step, which only read them. The host does not wait. Who writes
-to them next is an optimizer: its step is preceded by a wait of its stream for the copy, through torch's hook
-for steps of all optimizers. What a forward may change, buffers and what the script passes in ``extra``, is
-copied by the current stream, in its order. What else writes to parameters or to the optimizer's state before
-that shows in their versions, which are compared when the copy is over, or right before the optimizer's step:
-such a save fails.
+Storages are copied as a whole: the shard of a unit, not its parameters, unless more than half of a storage is
+not saved. A side stream of a GPU copies shards and the optimizer's state into pinned memory, during the
+forward and the backward of the next step, which only read them. The host does not wait.
+
+The next writer is an optimizer: torch's hook for steps of all optimizers makes its stream wait for the copy.
+Values that a forward may change, buffers and the script's ``extra``, are copied on the current stream. Other
+writes to parameters or to the optimizer's state before that change their versions, which are compared when
+the copy has finished, or right before the optimizer's step: such a save fails.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from fsdp_c.checkpoint.values import RangeTensor
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names
 
-EXTRA = "extra"  # its key in a checkpoint
+EXTRA = "extra"  # key in a checkpoint
 _ALIGNMENT = 64
 
 
 class _Source(NamedTuple):
     key: str
-    value: Tensor  # as it is saved
-    tensor: Tensor  # its memory
+    value: Tensor  # saved value
+    tensor: Tensor  # tensor with the value's memory
 
 
 class _Storage(NamedTuple):
-    """A storage that is copied, and where its copy begins."""
+    """Storage to copy, and the start of its copy."""
 
     sources: list[_Source]
     content: Tensor  # all of its bytes
@@ -47,15 +47,16 @@ class _Storage(NamedTuple):
 
 
 class HostCopies:
-    """The memory, which is kept from one save to the next, and what is on its way into it."""
+    """Host memory, kept from one save to the next, and its pending copies."""
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None
         self._streams: dict[torch.device, Any] = {}
-        self._on_the_way: list[tuple[torch.device, Any]] = []  # devices and events
-        self._held: list[Tensor] = []  # until they have been copied
-        self._watched: dict[str, tuple[Tensor, int]] = {}  # what nothing else may write to, and its version
-        self._written: list[str] = []  # names of what something else has written to
+        self._on_the_way: list[tuple[torch.device, Any]] = []  # (device, event) of pending copies
+        self._held: list[Tensor] = []  # alive until copied
+        # (tensor, version) by name; no code but an optimizer's step may write to them
+        self._watched: dict[str, tuple[Tensor, int]] = {}
+        self._written: list[str] = []  # names of tensors with other writes
         self._lock = threading.Lock()
         self._hook: Any = None
 
@@ -63,13 +64,15 @@ class HostCopies:
     def copied(
         self, flat: StateDict, paths: dict[str, PathInDict], params: Iterable[tuple[str, Tensor]]
     ) -> StateDict:
-        """``flat`` with copies of all its tensors, and with what else is in it pickled. ``params``: those of
-        units, as the script has them."""
+        """Return ``flat`` with copies of all tensors, and other values pickled.
+
+        ``params``: the units' parameters as seen by the script.
+        """
         copies: StateDict = dict.fromkeys(flat)
         sources = []
         for key, value in flat.items():
             if _is_constant(value) or (isinstance(value, RangeTensor) and not value.is_saved):
-                copies[key] = value  # such a part of a tensor is written by others
+                copies[key] = value  # immutable, or not saved by this rank
             elif isinstance(value, Tensor):
                 sources.append(
                     _Source(key, value, value.local if isinstance(value, RangeTensor) else value.detach())
@@ -86,7 +89,7 @@ class HostCopies:
         if on_device:
             self._watch(params)
         streams = {self._copy(storage, memory, paths): storage.content.device for storage in on_device}
-        # copied in one call, with Python's part before it: what it moves is not in any cache after
+        # one call, after the Python part: the copy evicts all caches
         dtypes = {one.tensor.dtype for storage in storages for one in storage.sources}
         views = {dtype: memory.view(dtype) for dtype in dtypes}
         for storage in storages:
@@ -103,8 +106,7 @@ class HostCopies:
         return copies
 
     def wait(self) -> None:
-        """Until all has been copied. For the thread that reads the copies. CheckpointError for what was
-        written to meanwhile."""
+        """Wait for pending copies, in the reading thread. Raise CheckpointError for tensors modified meanwhile."""
         for _, event in self._on_the_way:
             event.synchronize()
         self._look()
@@ -123,7 +125,7 @@ class HostCopies:
                 self._watched[name] = (tensor, tensor._version)
 
     def _look(self) -> None:
-        """Once: what is written from now on comes after the copy."""
+        """Compare versions once; later writes follow the copy."""
         with self._lock:
             self._written += [name for name, (one, was) in self._watched.items() if one._version != was]
             self._watched = {}
@@ -131,12 +133,12 @@ class HostCopies:
     def _memory(self, storages: list[_Storage], pinned: bool) -> Tensor:
         nbytes = storages[-1].at + _aligned(storages[-1].content.nbytes) if storages else 0
         if self.memory is None or self.memory.nbytes < nbytes or (pinned and not self.memory.is_pinned()):
-            self.memory = None  # before there is another
+            self.memory = None  # freed before a larger one is allocated
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self.memory
 
     def _copy(self, storage: _Storage, memory: Tensor, paths: dict[str, PathInDict]) -> Any:
-        """Of memory of a device. Returns the stream that copies."""
+        """Copy a device's storage. Return the stream of the copy."""
         device = storage.content.device
         module = torch.get_device_module(device)
         stream = module.current_stream(device)
@@ -169,7 +171,7 @@ _CONSTANTS = (type(None), bool, int, float, str, bytes)
 
 
 def _is_constant(value: object) -> bool:
-    """Whether nobody can change it, so that it need not be pickled now."""
+    """Return True for immutable values, which need not be pickled now."""
     return type(value) in _CONSTANTS or (
         type(value) is tuple and all(type(one) in _CONSTANTS for one in value)
     )
@@ -180,7 +182,7 @@ def _is_of_optimizer(path: PathInDict) -> bool:
 
 
 def _is_of_training(source: _Source, path: PathInDict) -> bool:
-    """Whether an optimizer is the next to write to it."""
+    """Return True if an optimizer is the next writer."""
     is_param = isinstance(source.value, RangeTensor) and path[0] != EXTRA
     return is_param or _is_of_optimizer(path)
 
@@ -190,7 +192,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _storages(sources: list[_Source]) -> list[_Storage]:
-    """The storages to copy as they are, with what is saved of each; sources that cannot be are left out."""
+    """Return the storages to copy as a whole, with their sources. Other sources are omitted."""
     by_storage: dict[tuple[torch.device, int], list[_Source]] = {}
     for one in sources:
         tensor = one.tensor
@@ -212,7 +214,7 @@ def _place(storage: _Storage, memory: Tensor) -> Tensor:
 
 
 def _like(source: _Source, storage: _Storage, view: Tensor) -> Tensor:
-    """Its place in the copy, of which ``view`` is all in its dtype."""
+    """Return the source's view of the copy; ``view`` is the memory in its dtype."""
     own = source.tensor
     offset = storage.at // own.itemsize + int(own.storage_offset())
     return view.as_strided(own.size(), own.stride(), offset)

@@ -1,15 +1,16 @@
-"""``fsdp_c.layout``: the contents of ``.metadata`` in a form of which a load reads only the part that it needs.
+"""``fsdp_c.layout``: the contents of ``.metadata`` in a form from which a load reads only the required part.
 
 [Note: The layout of a checkpoint]
-``.metadata`` has an object for each box of each tensor, and DCP's readers make them all. The layout has a
-header (JSON) with the keys and, for tensors that are divided in the same way, shape, dtype, boxes, the starts of
-the ranges in which each box was written, and how many pieces came before; and one record of 24 bytes for each
-piece, by range first: so the records that a rank reads of all layers lie together. It is not mapped, as a file
-that is cut while it is read would end the process. ``.metadata`` has no checksums of pieces: it is for torch.
+``.metadata`` has an object for each box of each tensor, and DCP's readers create them all. The layout has a
+header (JSON) with the keys and, per group of equally divided tensors, shape, dtype, boxes, the starts of the
+ranges in which each box was written, and the number of preceding pieces. One record of 24 bytes per piece
+follows, ordered by range first, so that the records that a rank reads for all layers are adjacent. The file
+is not mapped, because truncation during a read would kill the process. ``.metadata`` has no checksums of
+pieces: it serves torch.
 
-The end of ``.metadata`` has a checksum of the whole layout, and of ``.metadata``: before a load one rank compares
-both. Damage to the parts that each rank reads shows by itself: the header has a checksum, the records lead to data
-that have one. As all of it may come from a stranger, no size in it is believed.
+The footer of ``.metadata`` has a checksum of the whole layout, and of ``.metadata``: before a load one rank
+verifies both. Damage to the parts that each rank reads is detected without it: the header has a checksum, and
+records point to data with one. Sizes in the file are validated, because it may be malicious.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ from fsdp_c.checkpoint.pieces import TAIL_NBYTES
 from fsdp_c.checkpoint.planning import RECORD, Group, Held, HeldBox, boxes_of_pieces, key_of
 
 MAGIC = b"fsdp_c.layout 1\n"
-_HEAD = struct.Struct("<16sQI4x")  # the length and the checksum of the header; behind it are the records
-_BLOCK = 1024  # records that are read at once
+_HEAD = struct.Struct("<16sQI4x")  # length and checksum of the header, followed by the records
+_BLOCK = 1024  # number of records read at once
 
 
 def layout_content(groups: list[Group], order: list[str]) -> Iterator[bytes]:
-    """The file, part by part. ``order``: of keys."""
+    """Yield the parts of the file. ``order``: of keys."""
     found = {key_of(path): path for group in groups for path in group.paths}
     paths: list[PathInDict] = [found[key] for key in dict.fromkeys([*order, *found]) if key in found]
     numbers = {path: number for number, path in enumerate(paths)}
@@ -90,7 +91,7 @@ def _box_content(box: planning.Box) -> dict[str, Any]:
 
 
 def read_layout(folder: Path, footer: Footer, compare: bool) -> Checkpoint:
-    """What the layout in the folder of data says. ``compare``: all of it with its checksum."""
+    """Read the layout in the data folder. ``compare``: verify its checksum."""
     checkpoint, path = Checkpoint(folder, footer, footer.identity), folder / footer.data / LAYOUT
     if compare and size_and_crc32(path) != footer.files.get(LAYOUT):
         raise CheckpointError(
@@ -108,16 +109,16 @@ def _refusing(path: Path) -> AbstractContextManager[None]:
 
 class _Layout:
     def __init__(self, path: Path, checkpoint: Checkpoint, data: str) -> None:
-        """``data``: the name of the folder of data."""
+        """Open the file. ``data``: name of the data folder."""
         self.path, self.contents, self.data = path, checkpoint, data
         self.descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.descriptor)
         self.nbytes = os.fstat(self.descriptor).st_size
         self.blocks: dict[int, bytes] = {}
-        self.records_at = 0  # the next record
+        self.records_at = 0  # number of the next record
 
     def read(self) -> None:
-        """Make the entries and paths of the checkpoint."""
+        """Create the entries and paths of the checkpoint."""
         magic, nbytes, crc32 = _HEAD.unpack(self._read(0, _HEAD.size))
         self.begin = _HEAD.size + nbytes
         require(magic == MAGIC and self.begin <= self.nbytes, "it is torn, or no layout")
@@ -152,7 +153,7 @@ class _Layout:
     def _box(self, box: Any, held: Held, keys: list[str]) -> _StoredBox:
         offsets, sizes = ints(box["offsets"], keys[0]), check_shape(box["sizes"], keys[0])
         order = None if box["order"] is None else ints(box["order"], keys[0])
-        # strides are made of it, by which memory is written to
+        # strides for writes to memory are computed from it
         require(
             order is None or sorted(order) == [*range(len(sizes))], f"dimensions of {keys[0]} are in no order"
         )
@@ -162,7 +163,7 @@ class _Layout:
         return _StoredBox(held, starts, before, self._take(before[-1] * len(keys)), self.piece_nbytes)
 
     def _take(self, count: int) -> int:
-        """The number of the next record, of ``count``."""
+        """Reserve ``count`` records. Return the number of the first one."""
         self.records_at += count
         require(self.records_at <= self.records, "its records are torn")
         return self.records_at - count
@@ -181,7 +182,7 @@ class _Layout:
         return content
 
     def _file(self, key: str, rank: int, end: int) -> str:
-        """The file of a rank, in which something of ``key`` ends there."""
+        """Return a rank's file, in which data of ``key`` ends at ``end``."""
         name = f"{self.data}/{file_of(rank)}"
         self.contents.check_end(name, end, key)
         return name
@@ -189,7 +190,7 @@ class _Layout:
     def _find(
         self, key: str, slot: int, keys: int, stored: list[_StoredBox], box: Box | None
     ) -> Iterator[Chunk]:
-        """See ``TensorEntry.find``. Of as many ``keys`` that are divided in one way this is number ``slot``."""
+        """Implement ``TensorEntry.find`` for key number ``slot`` of a group of ``keys`` equally divided tensors."""
         with _refusing(self.path):
             for each in stored:
                 for first, parts in each.ranges(box):
@@ -207,17 +208,16 @@ class _Layout:
 
 
 class _StoredBox(NamedTuple):
-    """A box of the tensors of a group, and the ranges in which it lies in files."""
+    """A box of the tensors of a group, and its ranges in files."""
 
-    held: Held  # all of it
-    starts: tuple[int, ...]  # of the ranges, each up to the next
-    before: tuple[int, ...]  # how many pieces are before each range, and in all
-    at: int  # the first of its records
+    held: Held  # the whole box
+    starts: tuple[int, ...]  # starts of the ranges, each of which ends at the next
+    before: tuple[int, ...]  # number of pieces before each range, and in total
+    at: int  # its first record
     piece_nbytes: int
 
     def ranges(self, box: Box | None) -> Iterator[tuple[int, Sequence[HeldBox]]]:
-        """The ranges that may have elements of a box of the tensor, or all: how many pieces are before each, and
-        its own."""
+        """Return (number of preceding pieces, boxes) of ranges that may intersect ``box``; of all for None."""
         numbers = range(len(self.starts)) if box is None else self._numbers(*box)
         return map(self._range, numbers)
 
@@ -236,7 +236,7 @@ class _StoredBox(NamedTuple):
     def _range(self, number: int) -> tuple[int, Sequence[HeldBox]]:
         start, end = [*self.starts[number : number + 2], self.held.numel][:2]
         numel, count = end - start, self.before[number + 1] - self.before[number]
-        # no more boxes are computed than there are records
+        # bounds the number of computed boxes by that of records
         fits = numel * self.held.dtype.itemsize <= 2 * count * self.piece_nbytes
         require(0 <= numel <= self.held.numel - start and fits, "its ranges overlap, or pieces are missing")
         boxes = boxes_of_pieces(self.held._replace(start=start, numel=numel), self.piece_nbytes)

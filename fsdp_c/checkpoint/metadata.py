@@ -1,12 +1,13 @@
-"""What a checkpoint contains, and how torch's ``.metadata`` says it, which is not trusted.
+"""Contents of a checkpoint, and the reader of torch's ``.metadata``, which is not trusted.
 
-Every value of it is checked: types, sizes against the files that are there, names of files. A ``Checkpoint`` remains,
-from which all readers work.
+Every value is validated: types, sizes against those of files, names of files. The result is a ``Checkpoint``,
+used by all readers.
 
 [Note: A pickle from a stranger]
-A pickle can call every function that it names, and set attributes of every class that it names. So classes of DCP are
-replaced by empty classes that are made for one reading, and other names are refused. A few bytes can also ask for all
-memory, by the size of a string or of the memo: such a pickle is refused before it is read.
+A pickle can call every function that it names, and set attributes of every class that it names. Therefore
+classes of DCP are replaced by empty classes created for one read, and other names are refused. A few bytes
+can also request all memory, by the size of a string or of the memo: such a pickle is refused before it is
+loaded.
 """
 
 from __future__ import annotations
@@ -37,29 +38,29 @@ from fsdp_c.checkpoint.folder import DATA, METADATA, CheckpointError, Footer, re
 from fsdp_c.sharding.common import collector_paused
 
 _MAX_METADATA_NBYTES = 8 * 2**30
-MAX_DIMS = 64  # as torch has it for most operations
-_MAX_GAPS = 1000  # in nested lists, whose elements are entries
-_MAX_CORNERS = 2**24  # of boxes, in all: looked at in seconds
+MAX_DIMS = 64  # torch's limit in most operations
+_MAX_GAPS = 1000  # maximum number of unused indices in nested lists, whose elements are entries
+_MAX_CORNERS = 2**24  # limit of boxes' corners in total: checked within seconds
 
 
 def _kind(value: object) -> str:
     return type(value).__name__
 
 
-# ----------------------------------------------------------------- checked values
+# ----------------------------------------------------------------- validated values
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor, and where it is stored."""
+    """Part of a tensor, and its place in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    start: int  # of the data; of a file of torch.save, where torch wrote it
+    start: int  # start of the data; for torch's files, start of the file that torch.save wrote
     nbytes: int
-    crc32: int | None = None  # of the data; None where torch wrote it
+    crc32: int | None = None  # checksum of the data; None for torch's files
     strides: tuple[int, ...] | None = None  # None for contiguous data
 
 
@@ -70,11 +71,12 @@ def overlap(one: Box, other: Box) -> bool:
 
 @dataclass(eq=False)
 class TensorEntry:
-    """A tensor. Its chunks are made, and looked at, when they are asked for: CheckpointError then."""
+    """A tensor. Its chunks are created and validated on access, which may raise CheckpointError."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    find: Callable[[Box | None], Iterable[Chunk]]  # the chunks with elements of a box, or all of them
+    # returns the chunks with elements of a box, or all for None
+    find: Callable[[Box | None], Iterable[Chunk]]
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -87,12 +89,12 @@ class TensorEntry:
 
 @dataclass
 class BytesEntry:
-    """Something pickled by torch.save."""
+    """An object pickled by torch.save."""
 
     file: str
     start: int
     nbytes: int
-    crc32: int | None = None  # None where torch wrote it
+    crc32: int | None = None  # None for torch's files
 
 
 Entry = TensorEntry | BytesEntry
@@ -100,22 +102,24 @@ PathInDict = tuple[str | int, ...]
 
 
 class Checkpoint:
-    """The folder of a checkpoint, its files, and what they contain."""
+    """The folder of a checkpoint, its files, and their contents."""
 
     def __init__(self, folder: Path, footer: Footer | None, identity: tuple[int, int]) -> None:
-        """``identity``: size and CRC-32 of its ``.metadata``. Raise CheckpointError for a file in ``footer`` that
-        is missing or torn."""
+        """Set the sizes of files. ``identity``: size and CRC-32 of ``.metadata``.
+
+        Raises CheckpointError for a file in ``footer`` that is missing or truncated.
+        """
         self.folder, self.footer, self.identity = folder, footer, identity
         self.entries: dict[str, Entry] = {}
-        self.paths: dict[str, PathInDict] = {}  # of each key in the nested dict that was saved
-        self.sizes: dict[str, int] = {}  # of files, by their paths in the folder
-        self.held: dict[str, BinaryIO] = {}  # files that stay open
+        self.paths: dict[str, PathInDict] = {}  # path of each key in the saved nested dict
+        self.sizes: dict[str, int] = {}  # sizes of files, by path in the folder
+        self.held: dict[str, BinaryIO] = {}  # files kept open
         weakref.finalize(self, _close_all, self.held)
         if footer is None:
             return
         data = folder / footer.data
         if data.is_dir() and not data.is_symlink():
-            with os.scandir(data) as found:  # many sizes at once; those of links one by one
+            with os.scandir(data) as found:  # one scan for all sizes; links are checked one by one
                 self.sizes = {
                     f"{footer.data}/{each.name}": each.stat().st_size
                     for each in found
@@ -128,7 +132,7 @@ class Checkpoint:
                 )
 
     def size(self, name: Any) -> int:
-        """The size of a file. A name that leads out of the folder is refused."""
+        """Return the size of a file. Raise for a name that leads out of the folder."""
         require(type(name) is str, "the name of a file is no text")
         if name not in self.sizes:
             parts = pathlib.PurePosixPath(name).parts
@@ -143,31 +147,33 @@ class Checkpoint:
         return self.sizes[name]
 
     def check_end(self, name: str, end: int, key: str) -> None:
-        """CheckpointError where a file ends before the end of ``key`` in it."""
+        """Raise CheckpointError if a file ends before the end of ``key`` in it."""
         if end > (size := self.size(name)):
             raise CheckpointError(f"{self.folder / name}: {size} bytes, but {key} ends at {end}: torn")
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """The sizes of all files that entries are in."""
+        """Total size of the files of all entries."""
         return sum(self.sizes.values())
 
     def tensor(self, key: str) -> TensorEntry:
-        """The entry of what is known to be a tensor."""
+        """Return the entry of a key known to be a tensor."""
         entry = self.entries[key]
         assert isinstance(entry, TensorEntry)
         return entry
 
     def hold(self, names: Iterable[str]) -> None:
-        """Open files now, to read them whatever takes the checkpoint's place: as many as leave half of those
-        that the process may have open."""
+        """Open files now, so that reads do not depend on a later replacement of the checkpoint.
+
+        Limited to half of the files that the process may open.
+        """
         room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         for name in sorted({*names} - {*self.held})[: max(0, room - len(self.held))]:
             self.held[name] = (self.folder / name).open("rb")
 
     @contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
-        """A file, to read at any place. Raises CheckpointError where it is gone."""
+        """Open a file for reads at any offset. Raise CheckpointError if it no longer exists."""
         try:
             if name in self.held:
                 yield self.held[name]
@@ -183,11 +189,11 @@ class Checkpoint:
             ) from error
 
     def close(self) -> None:
-        """Give back the files that are held."""
+        """Close the files that are kept open."""
         _close_all(self.held)
 
     def let_go(self) -> None:
-        """Give back what chunks are made of, once all that are wanted have been asked for."""
+        """Free the source data of chunks, once all required chunks exist."""
         for entry in self.entries.values():
             if isinstance(entry, TensorEntry):
                 del entry.find
@@ -200,14 +206,14 @@ def _close_all(files: dict[str, BinaryIO]) -> None:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Around making entries by the hundred thousand of ``.metadata``."""
+    """Context for the creation of ``.metadata``'s entries, up to hundreds of thousands."""
     say = f"{folder / METADATA}: damaged, or not written by DCP"
     with collector_paused(), refusing(lambda error: f"{say} ({error})"):
         yield
 
 
 def checkpoint_of_torch(folder: Path, file: BinaryIO) -> Checkpoint:
-    """What ``.metadata``, opened as ``file``, says. Chunks of tensors are looked at when they are asked for."""
+    """Return the checkpoint described by ``.metadata``, opened as ``file``. Chunks are validated on access."""
     with reading(folder):
         size = os.fstat(file.fileno()).st_size
         require(size <= _MAX_METADATA_NBYTES, f"it has {size} bytes")
@@ -219,7 +225,7 @@ def checkpoint_of_torch(folder: Path, file: BinaryIO) -> Checkpoint:
 
 
 class _MetadataReader:
-    """Makes entries of what a pickle says."""
+    """Converter of an unpickled ``Metadata`` into entries."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -237,7 +243,7 @@ class _MetadataReader:
         self.checkpoint.paths = checked_paths(metadata.planner_data, entries)
 
     def _stored(self, storage_data: dict[Any, Any]) -> dict[str, list[tuple[Any, Any]]]:
-        """The places by key, of which no more is looked at than the file."""
+        """Return (index, place) of all entries by key. Only file names are validated here."""
         stored: dict[str, list[tuple[Any, Any]]] = {}
         for index, info in storage_data.items():
             require(_kind(index) == "MetadataIndex" and type(index.fqn) is str, "an index is something else")
@@ -252,7 +258,7 @@ class _MetadataReader:
         return stored
 
     def _places(self, key: str, stored: list[tuple[Any, Any]]) -> dict[Any, tuple[str, int, int]]:
-        """The places of one key, by offsets."""
+        """Return (file, start, length) by offsets, for one key."""
         places, what = {}, f"the place of {key}"
         for index, info in stored:
             require(not info.transform_descriptors, f"{key} is compressed or encrypted")
@@ -303,7 +309,7 @@ class _MetadataReader:
 
 
 def ints(values: object, what: str) -> tuple[int, ...]:
-    """``values`` as sizes or offsets. ValueError, which begins with ``what``, for what cannot be any."""
+    """Return ``values`` as sizes or offsets. Raise ValueError, with ``what`` as its first words, for invalid ones."""
     if not isinstance(values, (tuple, list)) or not all(type(v) is int and 0 <= v < 2**62 for v in values):
         raise ValueError(f"{what}: {reprlib.repr(values)} where sizes are expected")
     return tuple(values)
@@ -319,7 +325,7 @@ def check_shape(values: object, what: str) -> tuple[int, ...]:
 def check_boxes(
     key: str, shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[Box], checkpoint: Checkpoint
 ) -> None:
-    """ValueError unless the boxes are a tensor, each element once, which the files can hold."""
+    """Raise ValueError unless the boxes cover the tensor, each element once, and fit into the files."""
     for offsets, sizes in boxes:
         fits = len(offsets) == len(sizes) == len(shape)
         fits = fits and all(o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
@@ -331,9 +337,10 @@ def check_boxes(
 
 
 def do_tile(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Whether boxes within a tensor of ``shape`` have all of its elements, and none in common.
+    """Return True if boxes within a tensor of ``shape`` cover all of its elements without overlap.
 
-    In a time that does not grow with their square. ValueError for many boxes in many dimensions.
+    Time is less than quadratic in the number of boxes. Raises ValueError for many boxes divided in many
+    dimensions.
     """
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
         return False
@@ -341,9 +348,9 @@ def do_tile(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     divided = [dim for dim, size in enumerate(shape) if any(sizes[dim] != size for _, sizes in boxes)]
     if len(boxes) << len(divided) > _MAX_CORNERS:
         raise ValueError(f"{len(boxes)} parts that are divided in {len(divided)} dimensions")
-    # Which corners belong to an odd number of boxes says which elements do. If they are the tensor's own,
-    # every element is in an odd number of boxes, so in one at least; and there are as many elements in boxes
-    # as elements.
+    # Corners of an odd number of boxes determine which elements are in an odd number of boxes. If they are
+    # the tensor's own corners, every element is in an odd number of boxes, and therefore in at least one. The
+    # total number of elements in boxes equals the tensor's, so each is in exactly one.
     odd: set[tuple[int, ...]] = set()
     for offsets, sizes in boxes:
         odd.symmetric_difference_update(
@@ -378,22 +385,23 @@ _NAMES = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
     "pathlib": _PATHS,
-    "pathlib._local": _PATHS,  # of Python 3.13
-    # CPython 3.11.0 to 3.11.3 pickle a member of an enum as getattr(class, name): here it gets no attribute
+    "pathlib._local": _PATHS,  # since Python 3.13
+    # CPython 3.11.0 to 3.11.3 pickle enum members as getattr(class, name); here the call returns an
+    # attribute-less Value
     "builtins": ("getattr",),
     "__builtin__": ("getattr",),
 }
 
 
 class Value:
-    """Stands in for an object that was pickled. An attribute that it lacks is None: readers check what they need."""
+    """Replacement for a pickled object. Missing attributes are None: readers check the ones that they need."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
-            state = (state[0] or {}) | state[1]  # of a class with slots
+            state = (state[0] or {}) | state[1]  # state of a class with slots
         if isinstance(state, dict):
             self.__dict__.update(state)
         else:
@@ -421,7 +429,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(content: bytes) -> Any:
-    """The object that ``.metadata`` is the pickle of, made of ``Value``. Raises what is wrong with it, of any type."""
+    """Return the object pickled in ``.metadata``, made of ``Value``. Raise an error of any type for invalid content."""
     _check_sizes(content)
     return _Unpickler(content).load()
 
@@ -436,7 +444,7 @@ _PUTS = ("PUT", "LONG_BINPUT")
 
 
 def _fixed_opcodes() -> re.Pattern[bytes]:
-    """Up to 4096 opcodes whose argument has a fixed length, or is an integer of up to eight bytes."""
+    """Return a pattern of up to 4096 opcodes with arguments of fixed length, or integers of up to eight bytes."""
     each = [b"\\x8a(?:%s)" % b"|".join(b"\\x%02x.{%d}" % (nbytes, nbytes) for nbytes in range(1, 9))]
     by_nbytes: dict[int, bytes] = {}
     for code, op in _OPCODES.items():
@@ -451,7 +459,7 @@ _FIXED = _fixed_opcodes()
 
 
 def _check_sizes(content: bytes) -> None:
-    """ValueError for a pickle that says it has more bytes than it has, or whose memo is larger than itself."""
+    """Raise ValueError for a pickle that announces more bytes than it has, or a memo larger than itself."""
     file, at = io.BytesIO(content), 0
     while at < len(content):
         found = _FIXED.match(content, at)
@@ -460,8 +468,8 @@ def _check_sizes(content: bytes) -> None:
             continue
         op = _OPCODES.get(content[at])
         if op is None or op.arg is None:
-            return  # the end, or damaged
+            return  # the end, or damage
         file.seek(at + 1)
-        argument = op.arg.reader(file)  # raises ValueError where bytes are missing
+        argument = op.arg.reader(file)  # raises ValueError for missing bytes
         require(op.name not in _PUTS or argument <= at, f"its memo would have {argument} places")
         at = file.tell()

@@ -1,4 +1,4 @@
-"""The state of a model as a checkpoint holds it: by name, each rank its part."""
+"""State of a model for a checkpoint: each rank's part, by FQN."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ EXTRA_STATE = "_extra_state"
 
 
 def model_state(model: nn.Module) -> StateDict:
-    """The parameters and persistent buffers of ``model``, by the names of its uncompiled ``state_dict()``.
+    """Return the parameters and persistent buffers of ``model``, with the names of its uncompiled ``state_dict()``.
 
-    A parameter of a unit is a ``RangeTensor``: the elements that this rank's shard has, in the shard's
-    memory. So ``torch.distributed.checkpoint.save({"model": model_state(model)}, ...)`` saves without any
-    exchange of parameters, and its ``load`` loads into the model, whatever the number of ranks and the
-    wrapping were. Not collective. torch's ``HuggingFaceStorageWriter`` keeps one box of a tensor for each rank, so
-    that it is refused: ``python -m fsdp_c.checkpoint export`` writes safetensors.
+    A parameter of a unit is a ``RangeTensor``: the elements of this rank's shard, in the shard's memory.
+    Therefore ``torch.distributed.checkpoint.save({"model": model_state(model)}, ...)`` saves without exchange
+    of parameters, and its ``load`` loads into the model, for any number of ranks and wrapping of the saved
+    one. Not collective. torch's ``HuggingFaceStorageWriter`` is refused, because it keeps one box of a tensor
+    per rank: ``python -m fsdp_c.checkpoint export`` writes safetensors.
 
     Raises AssertionError inside forward, backward or ``summon_full_params``, NotImplementedError for a
     DTensor that is a sum over ranks.
@@ -46,17 +46,20 @@ def model_state(model: nn.Module) -> StateDict:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module at each of its places, by the prefix of the names in it."""
+    """Yield (prefix, module) for every module at each of its places."""
     uncompiled = uncompiled_names(model)
     for path, module in model.named_modules(remove_duplicate=False):
         yield uncompiled(clean_name(f"{path}.")) if path else "", module
 
 
 def uncompiled_names(model: nn.Module) -> Callable[[str], str]:
-    """Takes off names what torch.compile adds to them in ``model``; a user's own ``_orig_mod`` stays."""
+    """Return a function that removes torch.compile's prefixes in ``model`` from names.
+
+    A user's own ``_orig_mod`` is kept.
+    """
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is None:
-        return lambda name: name  # nothing is compiled
+        return lambda name: name  # no compiled modules
     modules = model.named_modules(remove_duplicate=False)
     compiled = [path for path, module in modules if isinstance(module, eval_frame.OptimizedModule)]
     prefixes = sorted((clean_name(f"{path}.") if path else "" for path in compiled), key=len, reverse=True)
@@ -74,7 +77,7 @@ _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")
 
 
 def uncompiled_keys(own: Iterable[str]) -> Callable[[str], str]:
-    """The same for keys in a checkpoint, whose model is not here. ``own``: the names that are wanted."""
+    """Return a function that removes torch.compile's prefixes from a checkpoint's keys. ``own``: names in the model."""
     kept = [name for name in own if _COMPILED.search(name)]
 
     def uncompiled(key: str) -> str:
@@ -88,10 +91,10 @@ def uncompiled_keys(own: Iterable[str]) -> Callable[[str], str]:
 
 @torch.no_grad()
 def _model_state(model: nn.Module, as_saved: bool, waits: bool = True) -> StateDict:
-    """``as_saved``: copies of buffers that mixed precision keeps in another dtype, in the dtype of their own.
+    """Return the state. ``as_saved``: copies of buffers in their original dtype where mixed precision casts them.
 
-    Without ``waits`` the host does not wait for a GPU that holds the shards: who reads them does so in its
-    order.
+    ``waits``: False to skip the host's wait for a GPU that holds the shards; readers must then be ordered on
+    its stream.
     """
     managed = _params_of_units(model, waits)
     original: dict[tuple[nn.Module, str], torch.dtype] = {}
@@ -101,7 +104,7 @@ def _model_state(model: nn.Module, as_saved: bool, waits: bool = True) -> StateD
 
 
 def _settled_shard(module: ShardedModule, waits: bool) -> Tensor:
-    """The shard, up to date with the parameters that the user sees."""
+    """Return the shard, with user edits of parameters written back."""
     handle = handle_of(module)
     check_idle(module)
     if is_summoned(module):
@@ -117,7 +120,7 @@ def _settled_shard(module: ShardedModule, waits: bool) -> Tensor:
 
 
 def params_of_script(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What units hold and a script may write to, by the names of parameters."""
+    """Yield (FQN, parameter that a script may write to) for the parameters of units."""
     for path, module in units_with_paths(model):
         if module._handle is not None:
             flat_param = module._handle.flat_param
@@ -127,7 +130,7 @@ def params_of_script(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def part_value(module: ShardedModule, layout: ParamLayout, part: Tensor) -> Tensor:
-    """A unit's parameter, or state of it, of which this rank holds ``part``: a range, or in its own shape."""
+    """Return a unit's parameter, or its state, from this rank's ``part``: a 1-D range, or a tensor in its own shape."""
     box = None if layout.parallel is None else box_of_rank(layout.parallel)
     if part.dim() != 1 and box is None:
         return whole_value(part)
@@ -139,9 +142,9 @@ def part_value(module: ShardedModule, layout: ParamLayout, part: Tensor) -> Tens
 
 
 def _is_replica(module: ShardedModule, layout: ParamLayout) -> bool:
-    """Whether tensor parallelism leaves the parameter whole here, and on a rank before this one too.
+    """Return True if tensor parallelism replicates the parameter on this rank and a previous one.
 
-    Their shards may end elsewhere: what is divided unevenly makes flat parameters of several sizes.
+    Shards of the two may have different boundaries: uneven division makes flat parameters of several sizes.
     """
     specs = [spec for spec in handle_of(module).flat_param._param_extensions if spec is not None]
     if not specs:
@@ -153,7 +156,7 @@ def _is_replica(module: ShardedModule, layout: ParamLayout) -> bool:
 
 
 def _params_of_units(model: nn.Module, waits: bool) -> dict[nn.Module, dict[str, Tensor]]:
-    """By the module and the name there."""
+    """Return the values of units' parameters, by module and name in it."""
     found: dict[nn.Module, dict[str, Tensor]] = {}
     for module in units_of(model):
         if module._handle is not None:
@@ -168,7 +171,7 @@ def _params_of_units(model: nn.Module, waits: bool) -> dict[nn.Module, dict[str,
 
 
 def _buffer_dtypes(fsdp_module: ShardedModule) -> Iterator[tuple[tuple[nn.Module, str], torch.dtype]]:
-    """The original dtypes of the buffers that the unit's mixed precision casts."""
+    """Yield ((module, name), original dtype) of the buffers that the unit's mixed precision casts."""
     if fsdp_module.mixed_precision.buffer_dtype is None:
         return
     for path, module in fsdp_module._fsdp_wrapped_module.named_modules():
@@ -204,7 +207,7 @@ def _in_order(
 
 
 def show_loaded(model: nn.Module) -> None:
-    """After the shards were written to: what is gathered is from before, and is freed."""
+    """Free unsharded parameters after a write to the shards."""
     for _, module in units_with_paths(model):
         if module._handle is not None:
             module._handle.reshard(True)
@@ -215,7 +218,7 @@ def is_extra_state(key: str) -> bool:
 
 
 def extra_state_takers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that take extra state, by its name."""
+    """Return the modules with set_extra_state(), by the name of the state."""
     return {
         prefix + EXTRA_STATE: module
         for prefix, module in named_modules(model)
@@ -224,7 +227,7 @@ def extra_state_takers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def set_extra_state(model: nn.Module, values: StateDict) -> None:
-    """Hand extra state to the modules that it belongs to, by name."""
+    """Pass extra state to its modules, by name."""
     for name, module in extra_state_takers(model).items():
         if name in values:
             module.set_extra_state(values[name])

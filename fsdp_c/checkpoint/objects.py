@@ -1,9 +1,10 @@
-"""What a checkpoint holds besides tensors: made plain before it is saved, and read without running anything.
+"""Objects other than tensors in a checkpoint: converted to plain types for a save, and read without code execution.
 
 [Note: Names in a pickle]
-Objects are read by ``torch.load(weights_only=True)``, which calls only what is on its list. Meanwhile ``_known()`` is
-on it too: paths, times and frozensets, whose classes do nothing but hold what they are given, and stand-ins of ours
-for numpy's functions, which believe any size and flag. A user adds names by ``torch.serialization.add_safe_globals``.
+Objects are read by ``torch.load(weights_only=True)``, which calls only allowlisted functions. ``_known()``
+extends the list during a read: paths, times and frozensets, whose classes only hold their arguments, and
+replacements for numpy's functions, which trust any size and flag. Users add names by
+``torch.serialization.add_safe_globals``.
 """
 
 from __future__ import annotations
@@ -26,35 +27,35 @@ from torch.serialization import get_safe_globals, safe_globals
 
 
 class _EmptyDict:
-    """Stands for {} while a state dict is flattened, which would leave it out; pickled it is one."""
+    """Placeholder for {} during the flattening of a state dict, which drops empty dicts; pickled as {}."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return dict, ()
 
 
 def _rebuilt(value: Any, items: list[Any]) -> Any:
-    """A tuple, named or not, with ``items`` in place of its own; itself where they are the same."""
+    """Return a tuple of the same type with ``items``; ``value`` itself if they are identical."""
     if all(one is other for one, other in zip(items, value, strict=True)):
         return value
     return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
 def plain(value: object) -> Any:
-    """``value`` as it is saved: numpy's scalars in nested dicts, lists and tuples become Python's."""
+    """Return ``value`` in its saved form: numpy scalars in nested dicts, lists and tuples become Python numbers."""
     if isinstance(value, dict):
         return {key: plain(one) for key, one in value.items()} or _EmptyDict()
     if isinstance(value, list):
         return [plain(one) for one in value]
     if isinstance(value, tuple):
         return _rebuilt(value, [plain(one) for one in value])
-    numpy = sys.modules.get("numpy")  # where it is not imported, nothing is of its types
+    numpy = sys.modules.get("numpy")  # None if not imported: then no value has numpy's types
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcSU":
-        return value.item()  # of a long double it is a long double
+        return value.item()  # item() of a long double remains a long double
     return value
 
 
 def pickled(value: object) -> io.BytesIO:
-    """``value`` as ``torch.save`` writes it. Raises TypeError for what ``load`` could not read back."""
+    """Return ``value`` as written by ``torch.save``. Raise TypeError for a value that ``load`` could not read."""
     if isinstance(value, Pickled):
         return value.content
     content = io.BytesIO()
@@ -68,21 +69,21 @@ def pickled(value: object) -> io.BytesIO:
 
 
 class Pickled:
-    """An object that has been pickled before it is written, so that the script may change it meanwhile."""
+    """An object pickled ahead of the write, so that the script may modify the original meanwhile."""
 
     def __init__(self, value: object) -> None:
         self.content = pickled(value)
 
 
 def load(content: bytes) -> Any:
-    """What ``torch.save`` made ``content`` of. See [Note: Names in a pickle]."""
+    """Return the object that ``torch.save`` wrote as ``content``. See [Note: Names in a pickle]."""
     with names_known():
         value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True, mmap=False)
     return _plain_arrays(value, {})
 
 
 def reason(error: Exception) -> str:
-    """Why ``load`` refused, in one line, and what to do."""
+    """Return a one-line cause for the refusal of ``load``, with a remedy."""
     text = (str(error) or repr(error)).strip()
     name = re.search(r"Unsupported global: GLOBAL (\S+)", text)
     if name is None:
@@ -96,32 +97,33 @@ def reason(error: Exception) -> str:
     )
 
 
-_lock = threading.RLock()  # torch's list is one for all threads
+_lock = threading.RLock()  # torch's list is shared by all threads
 
 
 @contextmanager
 def names_known() -> Iterator[None]:
-    """While torch's weights_only reader reads for us."""
+    """Extend torch's allowlist during a read."""
     with _lock:
         theirs = {each[1] if isinstance(each, tuple) else _name(each) for each in get_safe_globals()}
-        # who has added one of numpy's names trusts numpy, whose functions do not take what ours give
+        # a user who allows numpy's names trusts numpy; its functions do not accept the results of the
+        # replacements
         of_numpy = _numpys_own() if any(name.startswith("numpy.") for name in theirs) else _stand_ins()
         known = _known() | of_numpy
         with safe_globals([(each, name) for name, each in known.items() if name not in theirs]):
             yield
 
 
-# ----------------------------------------------------------------- names that may stand in a pickle
+# ----------------------------------------------------------------- allowed names
 
 
 @functools.cache
 def _known() -> dict[str, Any]:
-    """By its name in a pickle, what it stands for."""
+    """Return the allowed classes and functions, by name in a pickle."""
     times = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone)
     known: dict[str, Any] = {_name(cls): cls for cls in (*times, frozenset, dict)}
-    known["builtins.bytes"] = lambda: b""  # given a number, bytes() would be as many
+    known["builtins.bytes"] = lambda: b""  # bytes() of a number would allocate that many
     for path in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
-        # pathlib._local is its module in Python 3.13
+        # module name in Python 3.13: pathlib._local
         known |= {f"{module}.{path.__name__}": path for module in ("pathlib", "pathlib._local")}
     return known
 
@@ -139,7 +141,7 @@ def _require(condition: object, problem: str) -> None:
 
 
 def _in_numpy(**functions: Any) -> dict[str, Any]:
-    modules = ("numpy.core.multiarray", "numpy._core.multiarray")  # of numpy 1 and 2
+    modules = ("numpy.core.multiarray", "numpy._core.multiarray")  # names in numpy 1 and 2
     return {f"{module}.{name}": function for module in modules for name, function in functions.items()}
 
 
@@ -156,7 +158,7 @@ def _numpys_own() -> dict[str, Any]:
 
 @functools.cache
 def _stand_ins() -> dict[str, Any]:
-    """For numpy's classes and functions, of numbers, text and times."""
+    """Return replacements for numpy's classes and functions, restricted to numbers, text and times."""
     import numpy
 
     class DType:
@@ -175,7 +177,7 @@ def _stand_ins() -> dict[str, Any]:
                 self.dtype = numpy.dtype(f"{self.dtype.str[:3]}{unit}")
 
     class Array(numpy.ndarray[Any, Any]):
-        """An array while it is read."""
+        """Array during a read."""
 
         def __new__(cls) -> Any:
             return super().__new__(cls, (0,), "i1")
@@ -197,8 +199,7 @@ def _stand_ins() -> dict[str, Any]:
 
 
 def _plain_arrays(value: Any, made: dict[int, Any]) -> Any:
-    """``value`` with numpy's own arrays for those that were read. ``made``: by ``id()``, of what stands in several
-    places."""
+    """Return ``value`` with numpy's own arrays. ``made``: results by ``id()``, for values in several places."""
     if id(value) in made:
         return made[id(value)]
     if type(value) is _stand_ins()["numpy.ndarray"]:

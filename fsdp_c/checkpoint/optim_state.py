@@ -1,7 +1,7 @@
-"""The state of an optimizer as a checkpoint holds it: by names of original parameters, each rank its part.
+"""State of an optimizer for a checkpoint: each rank's part, by FQNs of original parameters.
 
-The form is the one that ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives, so that
-what torch saves loads here and the other way round.
+The format is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, so that each side
+loads checkpoints of the other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fsdp_c.state.whole_state import WholeState
 
 
 def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
-    """The parameters that an optimizer of ``model`` may hold; of a model without units too."""
+    """Return the parameters that an optimizer of ``model`` may hold, also for a model without units."""
     uncompiled = uncompiled_names(model)
     if units_of(model):
         known = OptimParams(model).by_param
@@ -52,7 +52,7 @@ def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
 def _params_of(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[list[tuple[nn.Parameter, OptimParam]]]:
-    """The parameters of each group. Raises ValueError for a parameter that is not the model's."""
+    """Return the parameters of each group. Raise ValueError for a parameter of another model."""
     check_optimizer(optimizer)
     known = known_params(model)
     groups = []
@@ -71,18 +71,18 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    return [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]  # type: ignore[list-item]  # checked later
+    return [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]  # type: ignore[list-item]  # validated later
 
 
 @torch.no_grad()
 def optim_state(model: nn.Module, optimizer: Optimizers) -> StateDict:
-    """{"state": {fqn: {...}}, "param_groups": [...]}; tensors sharded as parameters are as ``RangeTensor``.
+    """Return {"state": {fqn: {...}}, "param_groups": [...]}, with tensors sharded like parameters as ``RangeTensor``.
 
-    Several optimizers have one dict, with the groups of one after those of another. The memory is the
-    optimizer's own; see ``model_state``. State in 8 or 4 bits is a float32 copy on the CPU, into which
-    ``dcp.load`` is refused. Collective for WholeParameters alone: a rank has entries of what it
-    holds. Raises ValueError for a parameter of two optimizers, and for state that is not a parameter's own:
-    LBFGS's, and in other optimizers over shards what is of another shape or nested.
+    Several optimizers are merged into one dict, with their groups in sequence. Tensors share the optimizer's
+    memory; see ``model_state``. State in 8 or 4 bits is a float32 copy on the CPU, and ``dcp.load`` into it
+    is refused. Collective for WholeParameters only: a rank has entries for the elements that it holds. Raises
+    ValueError for a parameter of two optimizers, and for state not specific to one parameter: LBFGS's, and in
+    other optimizers over shards nested state or state of another shape.
     """
     merged: StateDict = {"state": {}, "param_groups": []}
     for one in as_list(optimizer):
@@ -101,7 +101,7 @@ def optim_state(model: nn.Module, optimizer: Optimizers) -> StateDict:
 def _state_of_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
     groups = _params_of(model, optimizer)
     _refuse_shared(optimizer)
-    sharded_state = getattr(optimizer, "sharded_state", None)  # WholeParameters'
+    sharded_state = getattr(optimizer, "sharded_state", None)  # method of WholeParameters
     held = sharded_state() if sharded_state else optimizer.state
     state: dict[str, ParamState] = {}
     for param, known in (each for group in groups for each in group):
@@ -114,7 +114,7 @@ def _state_of_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDi
 
 
 def _as_copy(part: object) -> object:
-    """Quantized state in float32, marked as memory that no optimizer has."""
+    """Mark dequantized state as a copy, outside of the optimizer's memory."""
     if not isinstance(part, Tensor) or not part.dim():
         return part
     marked = part if isinstance(part, RangeTensor) else in_box(part, part.shape)
@@ -126,7 +126,7 @@ _REMEDY = "pass optimizer=None, and save optimizer.state_dict() of each rank in 
 
 
 def _refuse_shared(optimizer: torch.optim.Optimizer) -> None:
-    """State that is no parameter's has no name in a checkpoint, and no place in another wrapping."""
+    """Raise ValueError for state of no parameter: a checkpoint has no name for it, and other wrapping no place."""
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS) and optimizer.state:
         raise ValueError(
@@ -140,7 +140,7 @@ def _refuse_shared(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_state(known: OptimParam, name: object, held: object) -> None:
-    """ValueError for what DCP would take apart, or take from one rank where each has a tensor of its own."""
+    """Raise ValueError for values that DCP would flatten, or save from one rank only although ranks differ."""
     value = held.value if isinstance(held, WholeState) else held
     if is_made_of_tensors(value):
         raise ValueError(
@@ -165,7 +165,7 @@ def _check_state(known: OptimParam, name: object, held: object) -> None:
 
 
 def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> Iterator[tuple[str, object]]:
-    """One state of a parameter, under the name of each original one that it stands for."""
+    """Yield (FQN, value) of one state of a parameter, for each original parameter."""
     _check_state(known, name, value)
     if isinstance(value, WholeState):
         yield (
@@ -189,7 +189,7 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
 
 
 def _sharded(known: OptimParam, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """State of a parameter's own shape, or memory for it, as a part of each original parameter's."""
+    """Yield (FQN, part) of state, or of memory for it, with the parameter's own shape."""
     parts = [(known.layout, value)] if known.is_original else split_shard(known.owner, value)
     for fqn, (layout, part) in zip(known.fqns, parts, strict=True):
         yield fqn, part_value(known.owner, layout, part)
@@ -202,11 +202,11 @@ def _nothing_of(tensor: Tensor) -> RangeTensor:
 # ----------------------------------------------------------------- loading
 
 
-Parts = dict[PathInDict, str]  # the keys of a state, by its paths in lists and dicts; of () for one value
+Parts = dict[PathInDict, str]  # keys of a state by path in lists and dicts; path () for a single value
 
 
 class OptimTarget:
-    """What is loaded into an optimizer: memory to read into first, then the optimizer takes it over."""
+    """Target of a load into an optimizer: memory to read into, applied to the optimizer at the end."""
 
     def __init__(
         self,
@@ -216,8 +216,10 @@ class OptimTarget:
         key: str,
         first_group: int,
     ) -> None:
-        """``first_group``: the position of the optimizer's groups among those of all that are loaded. Raises
-        ValueError for a checkpoint that lacks state of this optimizer's."""
+        """Match the checkpoint with the optimizer. ``first_group``: index of its first group among all optimizers'.
+
+        Raises ValueError if the checkpoint lacks state of this optimizer.
+        """
         self.first_group = first_group
         self.optimizer, self.checkpoint, self.prefix = optimizer, checkpoint, f"{key}."
         self.groups = _params_of(model, optimizer)
@@ -231,11 +233,11 @@ class OptimTarget:
             if known.module is not None
             for fqn, layout in known.layouts.items()
         )
-        self.tensors: dict[str, Tensor] = {}  # to read into, by key
-        # keys of entries to read before anything is changed: what must agree, objects, and groups'
+        self.tensors: dict[str, Tensor] = {}  # memory to read into, by key
+        # keys of entries read before any change: scalars that must agree, objects, groups
         self.early_keys: list[str] = []
-        self.values: dict[str, Any] = {}  # of them, once read, and memory of whole state, by key
-        # by the parameter and the name of a state, what returns it once everything has been read
+        self.values: dict[str, Any] = {}  # values of early_keys once read, and memory of whole state, by key
+        # functions that return the value once everything is read, by parameter and state name
         self._state: dict[nn.Parameter, dict[str, Callable[[], object]]] = {}
         for param, known in (each for group in self.groups for each in group):
             if state := self._state_of(param, known):
@@ -243,7 +245,7 @@ class OptimTarget:
         self._group_keys = self._keys_of_groups()
 
     def _states(self) -> dict[str, dict[str, Parts]]:
-        """The keys of the saved states, by FQN and name of the state."""
+        """Return the keys of the saved states, by FQN and state name."""
         prefix = f"{self.prefix}state."
         found: dict[str, dict[str, Parts]] = {}
         for key, path in self.checkpoint.paths.items():
@@ -263,8 +265,10 @@ class OptimTarget:
         return {name: entry.shape for name, entry in entries.items() if isinstance(entry, TensorEntry)}
 
     def strangers(self) -> set[str]:
-        """Parameters of which the checkpoint has state, and that are not this optimizer's. Raises
-        CheckpointError for a checkpoint without an optimizer."""
+        """Return FQNs with state in the checkpoint that are not this optimizer's.
+
+        Raises CheckpointError for a checkpoint without an optimizer.
+        """
         if not self.found and not self._group_keys:
             raise CheckpointError(f"{self.checkpoint.folder} holds no optimizer under {self.prefix[:-1]!r}")
         own = {fqn for group in self.groups for _, known in group for fqn in known.fqns}
@@ -296,7 +300,7 @@ class OptimTarget:
         if not keys or (known.module is not None and not holds_elements(known)):
             return state
         first, names = next((fqn, {*keys[fqn]}) for fqn in keys)
-        absent = [  # there may be no state of a parameter without elements
+        absent = [  # parameters without elements may have no state
             fqn
             for fqn in known.fqns
             if fqn not in keys and (known.module is None or known.layouts[fqn].shape.numel())
@@ -313,8 +317,10 @@ class OptimTarget:
         return state
 
     def _is_whole(self, known: OptimParam, parts: Parts, shape: tuple[int, ...] | None) -> bool:
-        """Whether a saved state is one of a whole parameter: nested, or of another shape, see [Note: Whole state] in
-        fsdp_c/state/whole_state.py."""
+        """Return True for saved state of a full parameter: nested, or of another shape.
+
+        See [Note: Whole state] in fsdp_c/state/whole_state.py.
+        """
         if () not in parts:
             return True
         by_wholes = isinstance(self.optimizer, WholeParameters) and known.module is not None
@@ -340,9 +346,9 @@ class OptimTarget:
     def _target(
         self, param: nn.Parameter, known: OptimParam, name: str, keys: dict[str, str]
     ) -> Callable[[], object]:
-        """``keys``: of the state of each original parameter, by FQN."""
+        """Prepare one state of a parameter. ``keys``: keys of the original parameters' state, by FQN."""
         first, own = next(iter(keys)), [*keys.values()]
-        shapes = [self._saved_shapes(fqn).get(name) for fqn in keys]  # None of an object
+        shapes = [self._saved_shapes(fqn).get(name) for fqn in keys]  # None for an object
         is_number = known.module is not None and (
             name in self._numbers or (not shapes[0] and known.layouts[first].shape)
         )
@@ -367,7 +373,7 @@ class OptimTarget:
         return lambda: value
 
     def _agreed(self, keys: list[str]) -> object:
-        """The value of a flat parameter: it must be every original parameter's."""
+        """Return the value for a flat parameter. Raise ValueError unless all original parameters have the same."""
         values = [self.values[key] for key in keys]
         for key, other in zip(keys, values, strict=True):
             if type(other) is not type(values[0]) or not bool(other == values[0]):
@@ -378,7 +384,7 @@ class OptimTarget:
         return values[0]
 
     def _memory(self, param: nn.Parameter, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """What the optimizer has already, or new memory: zeros where shards have padding."""
+        """Return the optimizer's current memory, or new memory: zeros, for the padding of shards."""
         present = self.optimizer.state.get(param, {}).get(name)
         if isinstance(present, Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
             if not is_made_of_tensors(present):
@@ -395,7 +401,7 @@ class OptimTarget:
     # ------------------------------------------------------------- groups
 
     def _keys_of_groups(self) -> dict[str, tuple[str | int, ...]]:
-        """The path below "param_groups" of each key."""
+        """Return the path below "param_groups" of each key."""
         prefix, found = f"{self.prefix}param_groups.", {}
         for key, path in self.checkpoint.paths.items():
             if key.startswith(prefix):
@@ -405,7 +411,7 @@ class OptimTarget:
         return found
 
     def _groups(self) -> Iterator[tuple[ParamGroup, ParamGroup]]:
-        """Each group of the optimizer and what was saved for it. Raises ValueError for other groups."""
+        """Yield (optimizer's group, saved group). Raise ValueError if groups differ."""
         saved: dict[str | int, ParamGroup] = {}
         for key, (owner, *rest) in self._group_keys.items():
             value = self.values[key]
@@ -423,7 +429,7 @@ class OptimTarget:
             return
         for index, (group, params) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
             fqns = [fqn for _, known in params for fqn in known.fqns]
-            # one rank saved the groups, perhaps without names that this rank's have
+            # groups are saved by one rank, perhaps without names on this one
             others = saved.get(self.first_group + index)
             matching = [by_fqn.get(fqn, others if fqn in self.found else None) for fqn in fqns]
             odd = [
@@ -438,17 +444,17 @@ class OptimTarget:
             if matching and matching[0] is not None:
                 yield group, {name: value for name, value in matching[0].items() if name != "params"}
 
-    # ------------------------------------------------------------- taking over
+    # ------------------------------------------------------------- update of the optimizer
 
     def check(self) -> None:
-        """Once ``early_keys`` have been read: ValueError for other groups, or scalars that differ."""
+        """Raise ValueError for other groups, or differing scalars. Called once ``early_keys`` have been read."""
         for _ in self._groups():
             pass
         for value in (value for own in self._state.values() for value in own.values()):
             value()
 
     def apply(self) -> None:
-        """Once everything has been read: the optimizer has the state that was saved, and no other."""
+        """Replace all state of the optimizer by the saved state. Called once everything has been read."""
         groups = list(self._groups())
         state: dict[Tensor, ParamState] = {
             param: quantized(self.optimizer, param, {name: value() for name, value in own.items()})

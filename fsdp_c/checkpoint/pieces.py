@@ -1,11 +1,12 @@
-"""One tensor in a checkpoint file: as ``torch.save`` would write it, but straight from the tensor's memory.
+"""One tensor in a checkpoint file: the bytes of ``torch.save``, but written directly from the tensor's memory.
 
 [Note: A piece]
-DCP keeps each part of a tensor as a file of ``torch.save`` of its own, one behind the other in a ``.distcp``
-file. That is a zip archive of stored members; around the tensor's bytes (the *data*) it has a few hundred
-bytes that are equal for equal shapes (the *framing*). The archive wants a CRC-32 of the data: it is the
-checksum of the piece too, made once, and kept with the place of the data in the layout. So torch reads
-the piece as its own, and we read the data without unpickling anything, into place where that fits.
+DCP stores each part of a tensor as a separate file of ``torch.save``, concatenated in a ``.distcp`` file.
+Such a file is a zip archive of stored members; around the tensor's bytes (the *data*) it has a few hundred
+bytes that are equal for equal shapes (the *framing*). The archive requires a CRC-32 of the data, which is
+also the piece's checksum, computed once and recorded with the place of the data in the layout. torch can
+therefore read the piece as its own, and fsdp_c reads the data without unpickling, directly into place if
+possible.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from fsdp_c.sharding.flattening import are_dense
 
-MAX_NBYTES = 64 * 2**20  # of a piece: what reading one in part costs in memory
+MAX_NBYTES = 64 * 2**20  # maximum size of a piece: memory needed to read a part of one
 _COPY_NBYTES = 8 * 2**20
 _READ_NBYTES = 2**20
 _ALIGNMENT = 64
@@ -36,21 +37,21 @@ _ZIP32_LIMIT = 2**32 - 2**16
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a dense CPU tensor, without a copy; the tensor lives as long as the view."""
+    """Return the bytes of a dense CPU tensor, without a copy. The view keeps the tensor alive."""
     if not tensor.nbytes:
         return memoryview(b"")
     data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    data.owner = tensor  # type: ignore[attr-defined]  # keeps the memory
+    data.owner = tensor  # type: ignore[attr-defined]  # keeps the memory alive
     return memoryview(data).cast("B")
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one piece of memory, in any order of dimensions."""
+    """Return True if the elements are contiguous in memory, in any order of dimensions."""
     return are_dense(tensor.shape, tensor.stride())
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """``tensor`` on the CPU and dense: itself where it is."""
+    """Return ``tensor`` on the CPU and dense: itself if it is."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
@@ -59,14 +60,14 @@ def in_memory(tensor: Tensor) -> Tensor:
 
 
 def narrowed(tensor: Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> Tensor:
-    """A view of a box of it."""
+    """Return a view of a box of the tensor."""
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor
 
 
 class FileWriter:
-    """A file of pieces that is being written. ``framing_crc32`` covers all bytes but the data of pieces."""
+    """Writer of a file of pieces. ``framing_crc32`` covers all bytes except the data of pieces."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -79,9 +80,9 @@ class FileWriter:
         self.size += len(content)
 
     def write_tensor(self, tensor: Tensor) -> tuple[int, int, int]:
-        """Append a dense CPU tensor: where the piece begins, how much of it is before the data, and their CRC-32.
+        """Append a dense CPU tensor. Return (start of the piece, bytes before its data, CRC-32 of the data).
 
-        Raise ValueError for a tensor that zip archives of this kind do not hold.
+        Raises ValueError for a tensor too large for a zip archive without extensions.
         """
         if tensor.nbytes > _ZIP32_LIMIT:
             raise ValueError(
@@ -98,7 +99,7 @@ class FileWriter:
         return start, len(head), crc32
 
     def write_bytes(self, data: memoryview) -> tuple[int, int, int]:
-        """Append an object that is not a tensor: where it begins, its length and its CRC-32."""
+        """Append an object that is not a tensor. Return (start, length, CRC-32)."""
         start = self.size
         self._write_data(data)
         return start, len(data), zlib.crc32(data)
@@ -109,15 +110,15 @@ class FileWriter:
         self.size += len(data)
 
     def finish(self) -> None:
-        """Flush everything to the disk."""
+        """Flush everything to disk."""
         self.file.flush()
         os.fsync(self.file.fileno())
 
 
 def read_data(file: BinaryIO, begin: int, crc32: int, target: memoryview) -> bool:
-    """Read the data of a piece, which begin there, into ``target``, of as many bytes; whether it is what was written.
+    """Read data of a piece at ``begin`` into all of ``target``. Return True if the checksum matches.
 
-    Several threads may read one file: its position is left alone, and no lock of Python's is held meanwhile.
+    Several threads may read one file: its position is unchanged, and the GIL is released.
     """
     found = 0
     for start in range(0, len(target), _COPY_NBYTES):
@@ -133,7 +134,7 @@ def read_data(file: BinaryIO, begin: int, crc32: int, target: memoryview) -> boo
 
 
 def crc32_of(file: BinaryIO, start: int, end: int, crc32: int = 0) -> int:
-    """Of bytes of a file, behind others whose checksum is ``crc32``; -1 where it ends before them."""
+    """Return ``crc32`` continued over bytes [start, end) of a file; -1 if the file ends before ``end``."""
     file.seek(start)
     while start < end:
         content = file.read(min(_READ_NBYTES, end - start))
@@ -148,12 +149,12 @@ def crc32_of(file: BinaryIO, start: int, end: int, crc32: int = 0) -> int:
 
 
 class _Tensor:
-    """Pickled as a tensor whose data are the archive's member data/0."""
+    """Object that is pickled as a tensor with the archive's member data/0 as its data."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         numel = math.prod(shape)
         named = _storage_types().get(dtype)
-        # a dtype newer than the classes by which torch.save once named them is named itself
+        # dtypes newer than torch.save's storage classes are pickled by dtype
         kind, count = (named, numel) if named else (torch.storage.UntypedStorage, numel * dtype.itemsize)
         storage = _Storage(("storage", kind, "0", "cpu", count))
         rebuild = torch._utils._rebuild_tensor_v2 if named else torch._utils._rebuild_tensor_v3
@@ -194,7 +195,7 @@ class _Member(NamedTuple):
 
 def _local_header(member: _Member, padding: int) -> bytes:
     fields = (0x04034B50, 20, 0, 0, 0, 33, member.crc32, member.size, member.size, len(member.name), padding)
-    # the padding is an extra field, which readers skip, of a kind of its own: "FB", as torch has it
+    # padding in an extra field of kind "FB", as in torch; readers skip it
     extra = struct.pack("<HH", 0x4246, padding - 4) + b"Z" * (padding - 4) if padding else b""
     return struct.pack("<IHHHHHIIIHH", *fields) + member.name + extra
 
@@ -207,7 +208,7 @@ def _central_header(member: _Member) -> bytes:
 def _framing(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], crc32: int, misalignment: int
 ) -> tuple[bytes, bytes]:
-    """What is before and behind the data of a piece that begins ``misalignment`` bytes off alignment."""
+    """Return the bytes before and after the data of a piece that begins ``misalignment`` bytes off alignment."""
     head, members = b"", []
     content = [(b"archive/data.pkl", _data_pkl(dtype, shape, strides)), (b"archive/byteorder", b"little")]
     for name, value in [*content, (b"archive/version", b"3\n")]:
@@ -223,4 +224,4 @@ def _framing(
     return head, directory + end
 
 
-TAIL_NBYTES = len(_framing(torch.uint8, (1,), (1,), 0, 0)[1])  # behind the data of every piece
+TAIL_NBYTES = len(_framing(torch.uint8, (1,), (1,), 0, 0)[1])  # bytes after the data of every piece

@@ -1,12 +1,11 @@
-"""Who writes what in a save: each rank says in a few lines what it holds, and the first one of them decides.
+"""Division of a save's work: each rank summarizes its values, and the first rank assigns a writer to each.
 
-What the first rank does takes a time in proportion to the lists of keys that differ, and to the number of parts
-that ranks hold.
+Time on the first rank is proportional to the number of differing lists of keys and of parts on ranks.
 
 [Note: Parts by arithmetic]
-A unit's shards cut equal layers at equal places. So neither plans nor their results name each box: what a
-rank holds of a tensor is ``Held``, tensors of which a rank holds the same stand in one list of keys, and a
-box is known by its number. The boxes and their sizes are computed wherever they are needed.
+Shards of a unit cut equal layers at equal places. Therefore neither plans nor results list individual boxes:
+a rank's part of a tensor is a ``Held``, tensors with equal parts share one list of keys, and a box is
+identified by its number. Boxes and their sizes are computed wherever they are needed.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from fsdp_c.checkpoint.metadata import PathInDict, do_tile
 from fsdp_c.state.sharded_values import strides_in
 
 Offsets = tuple[int, ...]
-Order = tuple[int, ...] | None  # of dimensions in memory, from the outermost; None for a contiguous tensor
+Order = tuple[int, ...] | None  # dimensions in memory, from the outermost; None for a contiguous tensor
 
 
 class HeldBox(NamedTuple):
-    """A box of a tensor, and how it lies in memory."""
+    """Box of a tensor, and its layout in memory."""
 
     offsets: Offsets
     sizes: tuple[int, ...]
-    strides: tuple[int, ...] | None  # None for a contiguous one
+    strides: tuple[int, ...] | None  # None if contiguous
 
     @property
     def numel(self) -> int:
@@ -59,13 +58,13 @@ class Held(NamedTuple):
         return self.numel * self.dtype.itemsize
 
     def boxes(self) -> Sequence[HeldBox]:
-        """In the order in which they lie in memory."""
+        """Return the boxes in memory order."""
         return boxes_of_pieces(self, pieces.MAX_NBYTES)
 
 
 @functools.lru_cache(maxsize=1024)
 def boxes_of_pieces(held: Held, max_nbytes: int) -> Sequence[HeldBox]:
-    """The boxes where no piece is larger than ``max_nbytes``."""
+    """Return the boxes for pieces of at most ``max_nbytes``."""
     found = []
     if not math.prod(held.sizes):
         parts: Iterator[tuple[Offsets, tuple[int, ...]]] = iter([((0,) * len(held.sizes), held.sizes)])
@@ -82,8 +81,10 @@ def boxes_of_pieces(held: Held, max_nbytes: int) -> Sequence[HeldBox]:
 def range_boxes(
     shape: Sequence[int], start: int, end: int, order: Order, step: int
 ) -> Iterator[tuple[Offsets, tuple[int, ...]]]:
-    """Offsets and sizes of the boxes of a range, in memory order, cut at multiples of ``step`` elements: all holders of
-    the tensor cut at the same places."""
+    """Yield (offsets, sizes) of the boxes of a range, in memory order, cut at multiples of ``step`` elements.
+
+    All ranks thereby cut the tensor at the same places.
+    """
     outer = list(shape) if order is None else [shape[dim] for dim in order]
     while start < end:
         following = min(end, (start // step + 1) * step)
@@ -93,7 +94,7 @@ def range_boxes(
 
 
 def _natural(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Reorder from the order in memory to the order of the dimensions."""
+    """Reorder from memory order to the order of the dimensions."""
     return tuple(value for _, value in sorted(zip(order, values, strict=True)))
 
 
@@ -103,20 +104,20 @@ def _strides(sizes: tuple[int, ...], order: Order) -> tuple[int, ...] | None:
     return strides if any(size != 1 and own != natural for size, own, natural in each) else None
 
 
-# ----------------------------------------------------------------- who writes what
+# ----------------------------------------------------------------- assignment of writers
 
-# where a piece begins in its file, how much of it is before its data (of an object: its length), their
-# CRC-32, whose file it is
+# (start of a piece in its file, bytes before its data, CRC-32 of the data, rank of the file); for an object
+# its length instead of the bytes before
 RECORD = struct.Struct("<QQII")
 
-Positions = Sequence[int]  # in a list of keys
+Positions = Sequence[int]  # positions in a list of keys
 
 
 class RankPart(NamedTuple):
-    """Keys of which a rank holds the same."""
+    """Keys with equal parts on a rank."""
 
     held: Held | None  # None for objects
-    packed: bytes  # the paths of the keys
+    packed: bytes  # compressed paths of the keys
 
     @classmethod
     def of(cls, held: Held | None, paths: list[PathInDict]) -> RankPart:
@@ -124,29 +125,30 @@ class RankPart(NamedTuple):
 
     @property
     def paths(self) -> list[PathInDict]:
-        paths: list[PathInDict] = pickle.loads(zlib.decompress(self.packed))  # of a rank of this very job
+        paths: list[PathInDict] = pickle.loads(zlib.decompress(self.packed))  # written by a rank of this job
         return paths
 
 
-RankPlan = list[RankPart]  # what one rank holds
-Share = tuple[int, Positions]  # a part of a rank's plan, and the keys of it that the rank writes
+RankPlan = list[RankPart]  # all parts on one rank
+# number of a part in a rank's plan, and positions of the keys that the rank writes
+Share = tuple[int, Positions]
 
 
 class Source(NamedTuple):
-    """Who writes keys of a group: those of the rank's share are ``slots`` in the group's list."""
+    """Writer of keys of a group: the keys of its share are ``slots`` in the group's list."""
 
     rank: int
-    share: int  # its number
+    share: int  # number of the share
     slots: Positions
 
 
 @dataclass
 class Box:
-    """A box of the tensors of a group, and the ranges of it that are written."""
+    """Box of the tensors of a group, and its ranges as written."""
 
-    held: Held  # all of it
-    starts: list[int] = field(default_factory=list)  # of the ranges, each up to the next
-    sources: list[list[Source]] = field(default_factory=list)  # by range
+    held: Held  # the whole box
+    starts: list[int] = field(default_factory=list)  # starts of the ranges, each of which ends at the next
+    sources: list[list[Source]] = field(default_factory=list)  # writers by range
 
     def ranges(self) -> list[Held]:
         ends = [*self.starts[1:], self.held.numel]
@@ -155,33 +157,34 @@ class Box:
 
 @dataclass
 class Group:
-    """Tensors that are divided in the same way, or objects, which have no boxes."""
+    """Equally divided tensors; or objects, without boxes."""
 
     paths: list[PathInDict]
     boxes: list[Box]
-    sources: list[Source]  # of objects
-    records: bytes = b""  # of what was written: by box, range, key and box of the range; of objects by key
+    sources: list[Source]  # writers of objects
+    # records of written data: by box, range, key and box of the range; of objects by key
+    records: bytes = b""
 
 
 class Planned(NamedTuple):
-    """What all ranks write together."""
+    """Plan of all ranks."""
 
     groups: list[Group]
-    shares: list[list[Share]]  # by rank
+    shares: list[list[Share]]  # shares by rank
 
 
 def key_of(path: PathInDict) -> str:
-    """The key under which DCP keeps what has this path in a nested dict."""
+    """Return DCP's key for a path in a nested dict."""
     return ".".join(map(str, path))
 
 
 def path_below(path: PathInDict, root: str) -> PathInDict:
-    """What of a path in a nested dict is left below the key ``root``; () where the dict is not divided there."""
+    """Return the rest of a path in a nested dict below the key ``root``; () if no prefix of the path has that key."""
     return next((path[depth:] for depth in range(1, len(path)) if key_of(path[:depth]) == root), ())
 
 
 class _Row(NamedTuple):
-    """A part of a rank's plan, as far as it is of one group."""
+    """Part of a rank's plan, restricted to one group."""
 
     rank: int
     part: int
@@ -190,7 +193,7 @@ class _Row(NamedTuple):
 
 
 def merged(plans: Sequence[RankPlan]) -> Planned:
-    """One writer for all that ranks hold. ValueError where that is part of a tensor, or some of it twice."""
+    """Assign one writer to each value. Raise ValueError if ranks hold only a part of a tensor, or overlapping parts."""
     lists: dict[bytes, list[PathInDict]] = {}
     for part in (part for plan in plans for part in plan):
         if part.packed not in lists:
@@ -203,8 +206,8 @@ def merged(plans: Sequence[RankPlan]) -> Planned:
 def _rows_by_group(
     plans: Sequence[RankPlan], lists: dict[bytes, list[PathInDict]]
 ) -> list[tuple[list[PathInDict], list[_Row]]]:
-    """The keys that stand in the same lists, with the parts that have them."""
-    found_in: dict[PathInDict, list[tuple[int, int]]] = {}  # list and position in it
+    """Return groups of keys that are in the same lists, with the parts that contain them."""
+    found_in: dict[PathInDict, list[tuple[int, int]]] = {}  # (list, position in it) by path
     for index, paths in enumerate(lists.values()):
         for position, path in enumerate(paths):
             found_in.setdefault(path, []).append((index, position))
@@ -216,7 +219,7 @@ def _rows_by_group(
     for paths, rows in groups:
         for nth, (index, first) in enumerate(found_in[paths[0]]):
             positions: Positions = [found_in[path][nth][1] for path in paths]
-            run = range(first, first + len(positions))  # a few bytes, as most are
+            run = range(first, first + len(positions))  # a range pickles in a few bytes; the usual case
             of_list[index].append((rows, run if positions == [*run] else positions))
     places_of = dict(zip(lists, of_list, strict=True))
     for rank, plan in enumerate(plans):
@@ -234,7 +237,7 @@ def _group(paths: list[PathInDict], rows: list[_Row], writers: _Writers) -> Grou
         return Group(paths, [], writers.share_out(rows, len(paths)))
     by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[Held, _Row]]] = {}
     for row in rows:
-        # of replicas that differ it is the first rank's
+        # the first rank's wins if replicas differ
         if row.held is not None and (row.held.shape, row.held.dtype) == (first.shape, first.dtype):
             by_box.setdefault((row.held.offsets, row.held.sizes), []).append((row.held, row))
     boxes = [_box(key, each, len(paths), writers) for each in by_box.values()]
@@ -269,14 +272,14 @@ def _box(key: str, held: list[tuple[Held, _Row]], count: int, writers: _Writers)
 
 
 class _Writers:
-    """The shares of all ranks."""
+    """Shares of all ranks."""
 
     def __init__(self, world_size: int) -> None:
         self.shares: list[list[Share]] = [[] for _ in range(world_size)]
         self.loads = [0] * world_size
 
     def share_out(self, rows: list[_Row], count: int) -> list[Source]:
-        """Of ranks that have the same, each writes a share of the keys, those with less to write the first."""
+        """Divide the keys among ranks with equal parts, beginning with those with the least data to write."""
         rows = sorted(rows, key=lambda row: self.loads[row.rank])[:count]
         sources = []
         for nth, row in enumerate(rows):
@@ -287,22 +290,22 @@ class _Writers:
         return sources
 
 
-# ----------------------------------------------------------------- what was written
+# ----------------------------------------------------------------- results
 
 
 class RankResult(NamedTuple):
-    """What a rank has written."""
+    """Result of a rank's write."""
 
-    size: int  # of its file
+    size: int  # size of its file
     framing_crc32: int
-    records: list[bytes]  # by its shares, by key, by box
+    records: list[bytes]  # records by share, key and box
 
 
 def put_records(planned: Planned, results: dict[int, RankResult]) -> None:
-    """Give the groups the records of ``results``, by rank."""
+    """Store the records of ``results``, by rank, in the groups."""
 
     def records(sources: list[Source], keys: int) -> bytes:
-        """Of all keys of a group."""
+        """Return the records of all keys of a group."""
         parts = [b""] * keys
         for rank, share, slots in sources:
             content = results[rank].records[share]

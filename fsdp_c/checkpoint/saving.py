@@ -1,4 +1,4 @@
-"""``save`` and ``load``: what a training script calls."""
+"""``save`` and ``load``: the entry points for training scripts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from fsdp_c.sharding.holders import group_of_model, ranks_of
 from fsdp_c.tools import collective_errors, phases
 
 T = TypeVar("T")
-_TRIES = 100  # to find one checkpoint on all ranks, while others save
+_TRIES = 100  # attempts to agree on one checkpoint on all ranks, during other saves
 
 
 @phases.enter(_C.PROGRESS_SAVE)
@@ -74,35 +74,34 @@ def save(
     keep: int | None = None,
     background: bool = False,
 ) -> BackgroundSave:
-    """Save the model, its optimizer (or optimizers, in a list) and rank 0's ``extra`` as the folder ``path``, which
-    DCP reads too.
+    """Save the model, its optimizers and rank 0's ``extra`` as the folder ``path``, in DCP's format.
 
-    Each rank writes its own shards from their memory; parameters are not gathered, and of replicas one is
-    written. An existing checkpoint is replaced once the new one is complete and on disk, and what else is in
-    its folder stays: see [Note: In place at once] in fsdp_c/checkpoint/folder.py, also for what file systems
-    must do. ``extra``: nested dicts and lists of tensors, numbers, strings and other values that
-    ``torch.load(weights_only=True)`` loads; keys become strings.
+    ``optimizer``: one, a list, or None. Each rank writes its own shards from their memory; parameters are not
+    gathered, and one of several replicas is written. An existing checkpoint is replaced once the new one is
+    complete and on disk, and other files in its folder are kept: see [Note: In place at once] in
+    fsdp_c/checkpoint/folder.py, also for requirements on file systems. ``extra``: nested dicts and lists of
+    tensors, numbers, strings and other values that ``torch.load(weights_only=True)`` loads; keys become
+    strings.
 
-    Names are those of the model as if it were not compiled. What is no tensor, in extra state of modules and
-    groups of the optimizer too, is read back before anything is replaced: see [Note: Names in a pickle] in
+    Names are those of the uncompiled model. Objects other than tensors, also in extra state of modules and
+    groups of the optimizer, are read back before any replacement: see [Note: Names in a pickle] in
     fsdp_c/checkpoint/objects.py. Scalars of numpy are saved as numbers.
 
-    ``background``: return the ``BackgroundSave`` once this rank's part has been copied into memory of the
-    host's, which is kept for the next save, and write it from a thread while training goes on: see [Note:
-    Saves in the background] in fsdp_c/checkpoint/background.py. Otherwise it is over when it is returned. The
-    next save waits for it. On a GPU the copy is made beside the next step: until an optimizer's step, or
-    ``wait()``, nothing else may write to parameters and the optimizer's state. A save beside which something
-    does fails, unless that was through ``.data``, which torch does not count.
+    ``background``: return the ``BackgroundSave`` once this rank's part has been copied into host memory, kept
+    for the next save, and write it from a thread while training continues: see [Note: Saves in the
+    background] in fsdp_c/checkpoint/background.py. The returned save has finished otherwise. The next save
+    waits for the previous one. The copy from a GPU overlaps with the next step: no other code may write to
+    parameters or to the optimizer's state until an optimizer's step, or ``wait()``. Such a write makes the
+    save fail, except through ``.data``, which torch does not track.
 
-    ``keep``: once the checkpoint is in its place, remove the older of those beside it whose names differ in
-    the last number alone (step-100, step-200, ...), so that as many stay; see ``latest``.
+    ``keep``: total number of checkpoints to keep. After publication, older siblings whose names differ only
+    in the last number (step-100, step-200, ...) are removed; see ``latest``.
 
-    Collective over ``process_group`` (default: the ranks that hold the model's units). Raises CheckpointError on
-    every rank, naming the rank on which something failed, as where another job is saving to ``path``, and
-    where ranks hold different values of one parameter, in units of one name over several process groups; the
-    old checkpoint is then as it was. Raises ValueError for an address such as "s3://bucket/run",
-    FileExistsError for a file. In the background ``wait()`` raises them, or the next save, or the end of the
-    process.
+    Collective over ``process_group`` (default: the ranks that hold the model's units). Raises CheckpointError
+    on every rank, naming the failed rank, also if another job is saving to ``path``, and if ranks hold
+    different values of one parameter, in units of one name over several process groups; the old checkpoint is
+    then unchanged. Raises ValueError for an address such as "s3://bucket/run", FileExistsError for a file.
+    Errors in the background are raised by ``wait()``, by the next save, or at the end of the process.
     """
     in_background.finish()
     own_group = process_group or group_of_model(model)
@@ -164,17 +163,17 @@ def load(
     optim_key: str = "optim",
     process_group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """Load what ``save``, or torch's DCP, wrote into ``path``; returns ``extra``.
+    """Load a checkpoint written by ``save``, or by torch's DCP, from ``path``. Return ``extra``.
 
-    Each rank reads the parts that it holds into its shards, whatever the number of ranks, the wrapping and
-    the strategy were. State that the optimizer lacks is made, without a step. Everything read is compared
-    with its checksum, where fsdp_c wrote the checkpoint. Without ``strict`` names that only the model or only
-    the checkpoint has are passed over. With an empty ``model_key`` the model's names are at the top level.
+    Each rank reads the parts that it holds into its shards, for any number of ranks, wrapping and strategy of
+    the saved model. State that the optimizer lacks is created, without a step. All data read is verified by
+    its checksum if fsdp_c wrote the checkpoint. Names that only the model or only the checkpoint has are
+    ignored without ``strict``. The model's names are at the top level for an empty ``model_key``.
 
-    Collective over ``process_group`` (default: the ranks that hold the model's units). Raises CheckpointError on
-    every rank, naming the rank on which something failed. Model, optimizer and its groups are then what they
-    were on every rank, unless it was the data of tensors, which are read into place, or a module's
-    set_extra_state(): docs/checkpoints.md lists what is left.
+    Collective over ``process_group`` (default: the ranks that hold the model's units). Raises CheckpointError
+    on every rank, naming the failed rank. Model, optimizer and its groups are then unchanged on every rank,
+    unless the error was in the data of tensors, which are read into place, or in a module's
+    set_extra_state(): docs/checkpoints.md lists the resulting states.
     """
     in_background.finish(raises=False)
     ranks = _Ranks(process_group or group_of_model(model))
@@ -199,11 +198,11 @@ def load(
     return loading.finish()
 
 
-# ----------------------------------------------------------------- agreement
+# ----------------------------------------------------------------- agreement of ranks
 
 
 class _Ranks:
-    """The ranks that save or load together; one where there is no process group."""
+    """The ranks that save or load together; one without a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.is_distributed = dist.is_available() and dist.is_initialized()
@@ -219,9 +218,9 @@ class _Ranks:
         *,
         is_callers: bool = True,
     ) -> tuple[T, list[Any]]:
-        """The result of ``work``, and what each rank shares of its own; an exception on one is one on all.
+        """Run ``work``. Return its result and all ranks' shared values. An exception on one rank is raised on all.
 
-        An exception of one type on all ranks is the caller's mistake, and raised as it is, where it ``is_callers``.
+        ``is_callers``: raise an exception of one type on all ranks, the caller's mistake, unchanged.
         """
         result, error, shared = None, None, None
         try:
@@ -235,17 +234,17 @@ class _Ranks:
         kinds = {failed[0] if failed else None for failed, _ in everything}
         if error is not None and is_callers and len(kinds) == 1:
             raise error
-        ranks: dict[str, int] = {}  # by the error, the first rank that has it
+        ranks: dict[str, int] = {}  # first rank with an error, by its text
         for rank, (failed, _) in enumerate(everything):
             if failed:
                 ranks.setdefault(failed[1], rank)
         if ranks:
             lines = [f"{what} failed on rank {rank}: {text}" for text, rank in ranks.items()]
             raise CheckpointError("\n".join(lines)) from error
-        return result, [one for _, one in everything]  # type: ignore[return-value]  # a result, where no rank has an error
+        return result, [one for _, one in everything]  # type: ignore[return-value]  # set if no rank has an error
 
     def gather(self, what: str, value: T) -> list[T] | None:
-        """The values of all ranks, on the first one."""
+        """Return the values of all ranks on the first one, None on others."""
         if self.group is None:
             return [value]
         told = [value] * self.group.size() if self.is_first else None
@@ -262,8 +261,8 @@ def _text(error: BaseException) -> str:
 
 
 class _State(NamedTuple):
-    values: StateDict  # what is saved, by key
-    paths: dict[str, PathInDict]  # of each key in nested dicts and lists
+    values: StateDict  # values to save, by key
+    paths: dict[str, PathInDict]  # path of each key in nested dicts and lists
     units: list[HeldUnit]  # see [Note: Replicas or experts]
 
 
@@ -279,7 +278,7 @@ def _saved_state(
     world_size: int,
     waits: bool,
 ) -> _State:
-    """``world_size``: the number of ranks that save."""
+    """Return the values to save. ``world_size``: number of ranks that save."""
     own = _plain_values(_model_state(model, as_saved=True, waits=waits))
     state: StateDict = {model_key: own} if model_key else own
     if optimizer is not None:
@@ -299,7 +298,7 @@ _claimed: set[Path] = set()
 
 
 def _claim(target: Path, group: dist.ProcessGroup) -> None:
-    """CheckpointError where other ranks of this job, with a model over a group of theirs, save to ``target``."""
+    """Raise CheckpointError if other ranks of this job, with a model over another group, save to ``target``."""
     if target not in _claimed and _get_default_store().add(f"fsdp_c.checkpoint {target}", 1) > 1:
         raise CheckpointError(
             f"{target}: {ranks_text(ranks_of(group))} hold this model, and other ranks of the job, with a model over "
@@ -310,7 +309,7 @@ def _claim(target: Path, group: dist.ProcessGroup) -> None:
 
 
 def _copies(made: Callable[[], _State], model: nn.Module) -> Callable[[], _State]:
-    """Begin to copy what is saved. Returns what waits for the copies, or raises the error, in another thread."""
+    """Start the copies. Return a function that waits for them, or raises their error, in another thread."""
     begun: Future[_State] = Future()
     try:
         state = made()
@@ -341,7 +340,7 @@ def _plain_values(values: StateDict) -> StateDict:
 
 
 class _Loading:
-    """One ``load``: made, it has read and checked all but the tensors in the model and the optimizer."""
+    """One ``load``. Its construction reads and checks everything except tensors of the model and the optimizer."""
 
     @torch.no_grad()
     def __init__(
@@ -357,8 +356,8 @@ class _Loading:
         self.own = model_state(model)
         self.checkpoint = read()
         _rename_uncompiled(self.checkpoint, self.own)
-        self.targets: dict[str, Tensor] = {}  # to read into, by key
-        self.nested: dict[str, str] = {}  # the keys of modules' own state, by its name
+        self.targets: dict[str, Tensor] = {}  # memory to read into, by key
+        self.nested: dict[str, str] = {}  # keys of modules' extra state, by its name
         prefix = f"{model_key}." if model_key else ""
         self._add_model(model, prefix, set() if prefix else {EXTRA, optim_key}, strict)
         self.optims: list[OptimTarget] = []
@@ -399,7 +398,7 @@ class _Loading:
                     self.nested[key.removeprefix(prefix)] = key
                 elif strict:
                     errors.append(f"{key} is unexpected: the module that has it has no set_extra_state()")
-            elif key in takers and flatten_state_dict({key: own.get(key)})[0]:  # {} was saved as nothing
+            elif key in takers and flatten_state_dict({key: own.get(key)})[0]:  # {} is saved as nothing
                 missing.append(key)
         if strict:
             errors += [f"{key} is missing" for key in missing]
@@ -439,25 +438,25 @@ class _Loading:
 
     @torch.no_grad()
     def read_tensors(self) -> None:
-        """Into the model's and the optimizer's own memory: from here on they are changed."""
+        """Read into the model's and the optimizer's own memory, which changes from here on."""
         read_items(self.checkpoint, (item for each in self.items.values() for item in each))
 
     @torch.no_grad()
     def show(self) -> None:
-        """Let modules use what was read, by functions of their own too."""
+        """Make the modules use the loaded values, also by their set_extra_state()."""
         show_loaded(self.model)
         set_extra_state(self.model, self.own_state)
 
     @torch.no_grad()
     def finish(self) -> StateDict:
-        """Once no rank can fail any more."""
+        """Apply optimizer state, once no rank can fail any more."""
         for optim in self.optims:
             optim.apply()
         return self.extra
 
 
 def _rename_uncompiled(checkpoint: Checkpoint, own: Iterable[str]) -> None:
-    """Give entries the names that they would have if the model that was saved had not been compiled."""
+    """Rename entries to the names of an uncompiled model."""
     uncompiled = uncompiled_keys(own)
     keys: dict[str, str] = {}
     for key in checkpoint.entries:

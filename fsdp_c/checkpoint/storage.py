@@ -1,4 +1,4 @@
-"""Reading of a checkpoint: its contents, objects, whole tensors, and parts of tensors into place."""
+"""Readers of a checkpoint: contents, objects, full tensors, and parts of tensors directly into place."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ from fsdp_c.checkpoint.planning import path_below
 from fsdp_c.compat.aliases import StateDict
 
 _MAX_THREADS = 8
-_JOB_NBYTES = 4 * 2**20  # that are worth a thread's turn
-_UNDERWAY_NBYTES = 4 * MAX_NBYTES  # of what threads have read or will: also a bound of memory
+_JOB_NBYTES = 4 * 2**20  # minimum size of a thread's job
+_UNDERWAY_NBYTES = 4 * MAX_NBYTES  # maximum size of running and queued jobs; also a limit of memory
 
 
 def read_checkpoint(path: Path, *, compare: bool = True) -> Checkpoint:
-    """The contents of the folder ``path``, of its layout, or of ``.metadata`` where torch wrote it; tensors' data are
-    not read.
+    """Return the contents of the folder ``path`` without tensors' data, from its layout or torch's ``.metadata``.
 
-    ``compare`` both files with their checksums. Raise FileNotFoundError for no checkpoint, CheckpointError for one
-    that is damaged or not of DCP.
+    ``compare``: verify both files by their checksums. Raises FileNotFoundError if there is no checkpoint,
+    CheckpointError for one that is damaged or not DCP's.
     """
     folder = locate(path)
     with (folder / METADATA).open("rb") as file:
@@ -50,7 +49,7 @@ def read_checkpoint(path: Path, *, compare: bool = True) -> Checkpoint:
 
 
 def read_chunk(checkpoint: Checkpoint, key: str, chunk: Chunk) -> Tensor:
-    """One part of a tensor, verified. Raises CheckpointError naming the file and the key."""
+    """Return one verified part of a tensor. Raise CheckpointError naming file and key."""
     dtype = checkpoint.tensor(key).dtype
     with checkpoint.open(chunk.file) as file:
         if chunk.crc32 is not None:
@@ -96,7 +95,7 @@ def _torch_load(what: str, content: bytes) -> Any:
 
 
 def read_object(checkpoint: Checkpoint, key: str) -> Any:
-    """Read an object, without running code: see [Note: Names in a pickle]."""
+    """Read an object, without code execution: see [Note: Names in a pickle]."""
     entry = checkpoint.entries[key]
     assert isinstance(entry, BytesEntry)
     with checkpoint.open(entry.file) as file:
@@ -107,7 +106,7 @@ def read_object(checkpoint: Checkpoint, key: str) -> Any:
 
 
 def read_entries(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, Any]:
-    """Read whole tensors, and objects, by their keys."""
+    """Read full tensors, and objects, by key."""
     found: dict[str, Any] = {}
     items: list[Item] = []
     for key in keys:
@@ -124,7 +123,7 @@ def read_entries(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def put_at(checkpoint: Checkpoint, key: str, nested: StateDict, path: PathInDict, value: Any) -> None:
-    """Put ``value`` into nested dicts and lists. CheckpointError where others say there are none."""
+    """Store ``value`` in nested dicts and lists. Raise CheckpointError if paths conflict."""
     try:
         set_element(nested, path, value)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -134,7 +133,7 @@ def put_at(checkpoint: Checkpoint, key: str, nested: StateDict, path: PathInDict
 
 
 def read_nested(checkpoint: Checkpoint, root: str) -> Any:
-    """What was saved as ``root``: one value, or a nested dict of them; None for nothing."""
+    """Read the value saved as ``root``: one object or tensor, or a nested dict of them; None if missing."""
     result: StateDict = {}
     keys = [key for key in checkpoint.entries if key == root or key.startswith(f"{root}.")]
     for key, value in read_entries(checkpoint, keys).items():
@@ -144,7 +143,7 @@ def read_nested(checkpoint: Checkpoint, root: str) -> Any:
 
 
 class Item(NamedTuple):
-    """Elements to read: where they begin in a part of a tensor, and the memory of as many."""
+    """Elements to read: their offsets in a part of a tensor, and the target memory."""
 
     key: str
     chunk: Chunk
@@ -153,7 +152,7 @@ class Item(NamedTuple):
 
 
 def items_of(key: str, entry: TensorEntry, offsets: Sequence[int], box: Tensor) -> Iterator[Item]:
-    """What to read of which chunk, to fill ``box``, which lies at ``offsets`` of a tensor."""
+    """Yield the items of all chunks that fill ``box``, at ``offsets`` of a tensor."""
     for chunk in entry.find((tuple(offsets), tuple(box.shape))):
         boxes = list(zip(chunk.offsets, chunk.sizes, offsets, box.shape, strict=True))
         starts = [max(theirs, own) for theirs, _, own, _ in boxes]
@@ -164,29 +163,30 @@ def items_of(key: str, entry: TensorEntry, offsets: Sequence[int], box: Tensor) 
 
 
 class _Part(NamedTuple):
-    """A part of a file, and what is wanted of it."""
+    """Part of a file, and the items in it."""
 
     key: str
     chunk: Chunk
     wanted: list[Item]
-    data: Tensor | None  # into which it is read: a target, or of its own; None for what torch wrote
+    data: Tensor | None  # memory to read into: a target, or separate memory; None for torch's files
 
 
 def read_items(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
-    """Fill the memory of each item, from each part of a file once, in the order of the file. Raise CheckpointError;
-    elements that were read until then stay.
+    """Fill the memory of each item. Every part of a file is read once, in file order.
+
+    Raises CheckpointError; elements read before are kept.
 
     [Note: Threads of a load]
-    Threads read and sum up bytes; tensors are made, and copied from, by the caller's. A job of one is some
-    MiB, so that small tensors do not wait for each other. Jobs end in their order: of errors the first is
-    raised, and tensors that share memory have the values of the last.
+    Threads read bytes and compute checksums; the caller's thread creates tensors and copies from them. A job
+    has some MiB, so that small tensors do not wait for each other. Jobs are finished in order: the first of
+    several errors is raised, and tensors that share memory have the values of the last.
     """
     by_chunk: dict[tuple[str, Chunk], list[Item]] = {}
     for item in items:
         by_chunk.setdefault((item.key, item.chunk), []).append(item)
     in_order = sorted(by_chunk.values(), key=lambda wanted: (wanted[0].chunk.file, wanted[0].chunk.start))
-    seen: set[int] = set()  # where targets begin
-    underway: deque[tuple[int, list[_Part], Future[None]]] = deque()  # with the size of each job
+    seen: set[int] = set()  # addresses of targets
+    underway: deque[tuple[int, list[_Part], Future[None]]] = deque()  # (size, parts, future) of each job
     with ThreadPoolExecutor(reading_threads()) as pool:
         for nbytes, job in _jobs(_part(checkpoint, wanted, seen) for wanted in in_order):
             underway.append((nbytes, job, pool.submit(_fill, checkpoint, job)))
@@ -228,14 +228,14 @@ def _finish(checkpoint: Checkpoint, job: list[_Part], filled: Future[None]) -> N
 
 
 def reading_threads() -> int:
-    """This rank's part of the processors that its process may use, at most 8."""
+    """Return this rank's share of the processors available to its process, at most 8."""
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
 def _jobs(parts: Iterable[_Part]) -> Iterator[tuple[int, list[_Part]]]:
-    """Parts of one file that one thread reads, after their size."""
+    """Yield (size, parts of one file) for one thread."""
     for _, of_file in itertools.groupby(parts, lambda part: part.chunk.file):
         job: list[_Part] = []
         nbytes = 0
@@ -250,7 +250,7 @@ def _jobs(parts: Iterable[_Part]) -> Iterator[tuple[int, list[_Part]]]:
 
 
 def _can_read_into(chunk: Chunk, dtype: torch.dtype, target: Tensor) -> bool:
-    """Whether a target is all of a chunk, and lies in memory as the chunk does in the file."""
+    """Return True if a target is all of a chunk, with the memory layout of the file."""
     if tuple(target.shape) != chunk.sizes:
         return False
     if target.device.type != "cpu" or target.dtype != dtype or target.is_conj() or target.is_neg():

@@ -1,4 +1,4 @@
-"""``.metadata``, made of where all that ranks have written lies."""
+"""Content of ``.metadata``, computed from the places of all written data."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from fsdp_c.checkpoint.planning import RECORD, Group, key_of
 def metadata_content(
     groups: list[Group], order: list[str], path: Path, files: dict[int, str]
 ) -> Iterator[bytes]:
-    """The pickle of DCP's ``Metadata``, part by part. ``order``: of keys. ``files``: names by rank.
+    """Yield the parts of the pickle of DCP's ``Metadata``. ``order``: of keys. ``files``: names by rank.
 
-    It has an object for each box and each place. The boxes are objects that all tensors of a group share; the
-    places are written as bytes, as a pickler would, without an object of each.
+    ``Metadata`` has an object per box and per place. Boxes are objects shared by all tensors of a group;
+    places are written directly as pickle opcodes, without creating objects.
     """
     where = {key_of(path): (group, slot) for group in groups for slot, path in enumerate(group.paths)}
     keys = [key for key in dict.fromkeys([*order, *where]) if key in where]
@@ -48,11 +48,11 @@ def metadata_content(
 
 
 class _Pickled:
-    """The bytes of one value after the other, each in full where it is first; for every torch from 2.10."""
+    """Pickle opcodes of successive values, with references to earlier ones. Compatible with torch 2.10 and later."""
 
     def __init__(self) -> None:
         self.buffer = io.BytesIO()
-        self.pickler = pickle.Pickler(self.buffer, protocol=3)  # the last one without frames
+        self.pickler = pickle.Pickler(self.buffer, protocol=3)  # last protocol without frames
         self.pickler.dispatch_table = {
             **copyreg.dispatch_table,
             dcp.TensorProperties: _reduced,
@@ -66,19 +66,19 @@ class _Pickled:
         return self.buffer.getvalue()[2:-1]
 
     def again(self, value: object) -> bytes:
-        """The same in five bytes, of what was written before."""
+        """Return the five bytes that refer to a value written before."""
         content = self(value)
         return content if content[:1] == b"j" else b"j" + struct.pack("<I", content[1])
 
 
 def _reduced(properties: dcp.TensorProperties) -> tuple[Any, ...]:
-    """Without the value that it has since 2.15, and that older ones refuse."""
+    """Return the state without the field added in torch 2.15, which older versions reject."""
     state = properties.__getstate__()
-    return copyreg.__newobj__, (dcp.TensorProperties,), state[:5]  # type: ignore[attr-defined]  # typeshed leaves __newobj__ out
+    return copyreg.__newobj__, (dcp.TensorProperties,), state[:5]  # type: ignore[attr-defined]  # typeshed lacks __newobj__
 
 
 def _by_value(member: enum.Enum) -> tuple[Any, ...]:
-    """CPython 3.11.0 to 3.11.3 pickle members of enums as calls of ``getattr``, which none should make."""
+    """Reduce to a call of the class. CPython 3.11.0 to 3.11.3 would pickle a call of ``getattr``, unsafe to load."""
     return type(member), (member.value,)
 
 
@@ -96,21 +96,21 @@ def _entry(group: Group, chunks: list[dcp.ChunkStorageMetadata]) -> Any:
     )
 
 
-_LONG = b"\x8a\x08"  # before an integer in eight bytes
+_LONG = b"\x8a\x08"  # opcode and length of an eight-byte integer
 _PLACE = struct.Struct("<2sq7sq")
 
 
 class _Row(NamedTuple):
-    """The place of a box, but for what differs from one tensor of a group to the next."""
+    """Part of a box's place that is equal for all tensors of a group."""
 
-    record: int  # of the group's first tensor
-    step: int  # how much further on it is for the next tensor
+    record: int  # record of the group's first tensor
+    step: int  # number of records to the next tensor's
     nbytes: int
-    at: bytes  # with its number and offsets
+    at: bytes  # opcodes of its number and offsets
 
 
 class _Places:
-    """The places of the boxes of each tensor of a group."""
+    """Places of the boxes of each tensor of a group."""
 
     def __init__(
         self, group: Group, chunks: list[dcp.ChunkStorageMetadata], files: dict[int, str], pickled: _Pickled
@@ -134,10 +134,10 @@ class _Places:
         return b"".join(parts)
 
     def _prepare(self) -> bytes:
-        """What is equal in all tensors of the group; the bytes that stand before the first of them."""
+        """Compute the opcodes common to all tensors of the group. Return the bytes to write before the first tensor."""
         again = self.pickled.again
         texts = ("fqn", "index", "offset", "relative_path", "length")
-        # these are made and taken off the stack again, as later they are only named
+        # pushed and popped once, so that the memo has them
         named = (dcp.MetadataIndex, _StorageInfo, *texts, *self.files.values())
         first = b"".join(self.pickled(one) + b"0" for one in named)
         fqn, index, self.offset, path, length = map(again, texts)

@@ -1,9 +1,9 @@
-"""What a checkpoint is given for a sharded tensor: this rank's range of it, as boxes, in its own memory.
+"""Sharded tensors in a checkpoint: this rank's range of a tensor, as boxes, in its own memory.
 
 [Note: Boxes of a range]
-A shard of a flat parameter holds a range of each parameter's elements, in memory order. DCP knows parts of a
-tensor as n-D boxes. A range of an n-D tensor is at most 2n - 1 of them, each in one piece of memory: so a
-rank saves its shard without asking any other for elements, and loads into it.
+A shard of a flat parameter holds a range of each parameter's elements, in memory order. DCP represents parts
+of a tensor as n-D boxes. A range of an n-D tensor is the union of at most 2n - 1 boxes, each contiguous in
+memory, so a rank saves its shard, and loads into it, without elements from other ranks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from fsdp_c.state.sharded_values import from_memory_order, memory_order
 
 
 class Box(NamedTuple):
-    """A part of a tensor."""
+    """Part of a tensor."""
 
     offsets: Offsets
     sizes: tuple[int, ...]
 
 
 class RangeTensor(Tensor):
-    """The elements [start, start + local.numel()) of a tensor, or of a box of it, in memory order, in ``local``.
+    """Elements [start, start + local.numel()) of a tensor or of a box of it, in memory order, stored in ``local``.
 
-    DCP saves and loads it box by box, from and to ``local``. It can be detached, cloned and moved, and
-    nothing else.
+    DCP saves and loads it box by box, from and to ``local``. Supported operations are detach, clone, copies
+    and moves.
     """
 
     local: Tensor
@@ -46,7 +46,7 @@ class RangeTensor(Tensor):
     order: Order
     box: Box
     is_replica: bool
-    is_copy = False  # true if ``local`` is memory that neither model nor optimizer has
+    is_copy = False  # true if ``local`` is memory outside of model and optimizer
 
     @staticmethod
     def __new__(
@@ -58,11 +58,10 @@ class RangeTensor(Tensor):
         box: Box | None = None,
         is_replica: bool = False,
     ) -> RangeTensor:
-        """``local``: 1-D. ``order``: the dimensions from the outermost in memory; None for a contiguous
-        tensor.
+        """Wrap ``local``, 1-D. ``order``: dimensions from the outermost in memory; None for a contiguous tensor.
 
-        ``box``: the part of the tensor that the range is of, as tensor parallelism leaves it; by default all
-        of it. ``is_replica``: others hold the same elements, perhaps in other ranges, and write them.
+        ``box``: the rank's box of the tensor under tensor parallelism; by default the whole tensor.
+        ``is_replica``: true if other ranks hold the same elements, perhaps in other ranges, and write them.
         """
         made: RangeTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
@@ -73,34 +72,34 @@ class RangeTensor(Tensor):
         return made
 
     def _like(self, local: Tensor) -> RangeTensor:
-        """The same part of another tensor."""
+        """Return the same part of another tensor."""
         return RangeTensor(local, self.shape, self.start, self.order, self.box, self.is_replica)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch declares it untyped
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # untyped in torch
         end = self.start + self.local.numel()
         return f"RangeTensor(shape={tuple(self.shape)}, range=[{self.start}, {end}), local={self.local})"
 
     @property
     def is_saved(self) -> bool:
-        """Whether this rank saves any of it."""
+        """True if this rank saves any of its elements."""
         return not self.is_replica and (self.local.numel() > 0 or not self.shape.numel())
 
     @property
     def held(self) -> Held:
-        """What this rank has of the tensor."""
+        """Description of this rank's part of the tensor."""
         numel = self.local.numel()
         return Held(self.dtype, tuple(self.shape), self.order, *self.box, self.start, numel)
 
     @functools.cached_property
     def boxes(self) -> dict[Offsets, Tensor]:
-        """Views of ``local`` in the shapes of the boxes, by the offsets of the boxes."""
+        """Views of ``local`` in the shapes of the boxes, by the boxes' offsets."""
         is_nothing = not self.local.numel() and self.shape.numel()
         return {} if is_nothing else dict(boxes_of(self.local, self.held))
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way to say so
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's idiom
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares what its default is, which is no method
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares the default, which is not a method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         aten = torch.ops.aten
@@ -121,7 +120,7 @@ class RangeTensor(Tensor):
         return self._like(self.local.clone())
 
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
-        """DCP's protocol: what this rank writes."""
+        """Return this rank's write items, by DCP's protocol."""
         properties = TensorProperties(dtype=self.dtype)
         boxes = {} if self.is_replica else self.boxes
         _refuse_safetensors_writer(fqn, self.shape, boxes.values())
@@ -135,7 +134,7 @@ class RangeTensor(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """DCP's protocol: what this rank wants to read."""
+        """Return the chunks that this rank reads, by DCP's protocol."""
         if self.is_copy:
             raise NotImplementedError(
                 "dcp.load cannot load into optim_state() of an optimizer that keeps state in 8 or 4 bits, as that is a "
@@ -145,7 +144,7 @@ class RangeTensor(Tensor):
         return [_chunk(offsets, box) for offsets, box in self.boxes.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """DCP's protocol: the memory of one box."""
+        """Return the memory of one box, by DCP's protocol."""
         offsets = tuple(index.offset or ())
         if offsets not in self.boxes:
             raise ValueError(f"{index.fqn}: this rank holds nothing at {offsets}, but at {list(self.boxes)}")
@@ -153,10 +152,11 @@ class RangeTensor(Tensor):
 
 
 def _refuse_safetensors_writer(fqn: str, shape: torch.Size, boxes: Collection[Tensor]) -> None:
-    """Raise NotImplementedError where ``dcp.save`` is planning for a writer that would drop boxes without an error.
+    """Raise NotImplementedError if ``dcp.save`` is planning for a writer that would silently drop boxes.
 
-    torch's HuggingFaceStorageWriter writes one box of a tensor for each rank, and without ``save_distributed`` all
-    ranks write the same file. DCP does not pass the writer to what it plans, so it is looked up on the stack.
+    torch's HuggingFaceStorageWriter writes one box of a tensor per rank, and without ``save_distributed`` all
+    ranks write the same file. DCP does not pass the writer to the planning of tensors, so it is looked up on
+    the stack.
     """
     if all(box.shape == shape for box in boxes):
         return
@@ -177,7 +177,7 @@ def _chunk(offsets: Offsets, box: Tensor) -> ChunkStorageMetadata:
 
 
 def boxes_of(local: Tensor, held: Held) -> Iterator[tuple[Offsets, Tensor]]:
-    """The boxes of a range, and views of ``local`` in their shapes; none larger than a piece may be."""
+    """Yield (offsets, view of ``local``) of the boxes of a range, none larger than a piece."""
     at = 0
     for box in held.boxes():
         yield box.offsets, from_memory_order(local[at : at + box.numel], box.sizes, held.order)
@@ -185,7 +185,7 @@ def boxes_of(local: Tensor, held: Held) -> Iterator[tuple[Offsets, Tensor]]:
 
 
 def box_of_rank(spec: DTensorSpec) -> Box:
-    """This rank's part of a DTensor of these placements. Raises NotImplementedError where it is a summand."""
+    """Return this rank's part of a DTensor with these placements. Raise NotImplementedError for a partial sum."""
     if any(placement.is_partial() for placement in spec.placements):
         raise NotImplementedError(
             f"a tensor placed {spec.placements} is a sum over ranks: redistribute it to save it"
@@ -195,8 +195,10 @@ def box_of_rank(spec: DTensorSpec) -> Box:
 
 
 def whole_value(tensor: Tensor) -> Tensor:
-    """A tensor that every rank has whole, or this rank's part of a DTensor. Raises NotImplementedError for a plain
-    tensor that says it is a part of another."""
+    """Return a tensor that every rank has in full, or this rank's part of a DTensor.
+
+    Raises NotImplementedError for a plain tensor marked as part of another.
+    """
     tensor = unless_part(tensor).detach()
     if isinstance(tensor, DTensor):
         return in_box(tensor.to_local(), tensor.shape, box_of_rank(tensor._spec))
@@ -206,7 +208,7 @@ def whole_value(tensor: Tensor) -> Tensor:
 def in_box(
     local: Tensor, shape: Sequence[int], box: Box | None = None, is_replica: bool = False
 ) -> RangeTensor:
-    """``local`` as one whole box of a tensor of ``shape``. Shares its memory."""
+    """Return ``local``, as one box of a tensor of ``shape``. Memory is shared."""
     if not is_dense(local):
         raise NotImplementedError(
             f"a part of shape {tuple(local.shape)}, strides {local.stride()}: make it contiguous"
@@ -217,12 +219,12 @@ def in_box(
 
 
 def is_part(tensor: Tensor) -> bool:
-    """Whether a plain tensor holds parts of a larger one, by the attributes of DCP's ``CheckpointableTensor``."""
+    """Return True for a plain tensor with the attributes of DCP's ``CheckpointableTensor``: a part of a larger one."""
     return hasattr(tensor, "global_offsets") and not isinstance(tensor, DTensor | RangeTensor)
 
 
 def unless_part(tensor: Tensor) -> Tensor:
-    """``tensor``. NotImplementedError for a part of a larger one, which would be saved as if it were whole."""
+    """Return ``tensor``. Raise NotImplementedError for a part of a larger one, otherwise saved as a full tensor."""
     if is_part(tensor):
         shape = tuple(getattr(tensor, "global_shape", ()))
         raise NotImplementedError(
@@ -236,10 +238,10 @@ TOO_DEEP = "is nested too deeply to be saved, or holds itself"
 
 
 def mapped_tensors(name: str, value: Any, function: Callable[[Tensor], object]) -> Any:
-    """``value`` with ``function`` applied to tensors in nested dicts and lists. An error names the tensor.
+    """Return ``value`` with ``function`` applied to tensors in nested dicts and lists. Errors name the tensor.
 
-    Raises NotImplementedError for a tensor that is not one array of numbers; ValueError for a dict or list that holds
-    itself.
+    Raises NotImplementedError for a tensor that is not one array of numbers; ValueError for a dict or list
+    that contains itself.
     """
     try:
         return _mapped(name, value, function)

@@ -1,9 +1,9 @@
-"""The two ends of a save: the plan of what each rank writes, and the writing of it.
+"""Plan and write of each rank's part of a save.
 
 [Note: Replicas or experts]
-Parameters of one name over several process groups are replicas of each other, or an expert of each group. Groups do
-not say which of the two. So ranks tell each other over which groups they hold what. A name is contested if groups do
-not connect all ranks that have it: it is saved once only if its values are equal on all of them.
+Parameters of one name over several process groups are replicas of each other, or one expert per group; groups
+do not distinguish the two cases. Therefore ranks exchange the groups of their units. A name is contested if
+groups do not connect all ranks that hold it: it is saved once only if its values are equal on all of them.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from fsdp_c.state.sharded_values import memory_order
 
 
 class _Write(NamedTuple):
-    """A value that this rank holds."""
+    """Value on this rank."""
 
     key: str
     held: Held | None  # None for an object
-    fetch: Callable[[], Any]  # its boxes, or what it is pickled as
+    fetch: Callable[[], Any]  # returns its boxes, or its pickled content
 
 
 def _held(value: Any) -> tuple[Held | None, Callable[[], Any]]:
-    """What this rank holds of a value, None for an object; and what makes its boxes, or pickles it."""
+    """Return this rank's part of a value, None for an object; and a function returning its boxes or pickled content."""
     if not isinstance(value, Tensor):
         return None, lambda: pickled(value)
     if isinstance(value, RangeTensor):
@@ -71,22 +71,26 @@ def _held(value: Any) -> tuple[Held | None, Callable[[], Any]]:
 
 
 class Writer:
-    """A rank's part of a save: what it holds, as a ``RankPlan``; its file, in the folder ``data``; and on the first
-    rank the end, which publishes it all: see [Note: In place at once]."""
+    """Part of a save on one rank: its plan; its file, in the folder ``data``; and on the first rank the publication.
+
+    See [Note: In place at once].
+    """
 
     def __init__(
         self, state: StateDict, paths: dict[str, PathInDict], data: Path, contested: dict[str, HeldUnit]
     ) -> None:
-        """``paths``: in nested dicts and lists, of the keys of ``state``. ``contested``: the unit of each name."""
+        """Store the arguments. ``paths``: of the keys of ``state`` in nested containers. ``contested``: units
+        by name.
+        """
         self.contested = contested
         self.state, self.paths = state, paths
         self.data = data
-        self.planned = Planned([], [])  # what all ranks write
-        self.writes: list[list[_Write]] = []  # by the parts of this rank's plan
-        self.contents: Contents = {}  # of contested names
+        self.planned = Planned([], [])  # plan of all ranks
+        self.writes: list[list[_Write]] = []  # writes by part of this rank's plan
+        self.contents: Contents = {}  # contents of contested names
 
     def plan(self) -> RankPlan:
-        """What this rank holds."""
+        """Return this rank's plan."""
         parts: dict[Held | None, list[_Write]] = {}
         for key, value in self.state.items():
             if isinstance(value, RangeTensor) and not value.is_saved:
@@ -104,13 +108,13 @@ class Writer:
         return self.paths.get(key, (key,))
 
     def write(self, rank: int, told: list[tuple[RankPlan, Contents]]) -> RankResult | None:
-        """Write this rank's file, if it has anything to write. ``told``: ``plan()`` and ``contents`` of all ranks."""
+        """Write this rank's file, if it has a share. ``told``: ``plan()`` and ``contents`` of all ranks."""
         _refuse_different(contents for _, contents in told)
         self.planned = merged([plan for plan, _ in told])
         shares = self.planned.shares[rank]
         if not shares:
             return None
-        # exclusively: an existing file is another rank's
+        # exclusively: an existing file belongs to another rank
         with (self.data / file_of(rank)).open("xb", buffering=0) as raw, io.BufferedWriter(raw) as file:
             return self._write(rank, shares, FileWriter(file))
 
@@ -121,8 +125,9 @@ class Writer:
             for share, (part, positions) in enumerate(shares)
             for nth, position in enumerate(positions)
         ]
-        writes.sort(key=lambda write: write[2].held is not None)  # what is pickled stands first
-        known: dict[object, bytes] = {}  # by memory: what is shared under several names is written once
+        writes.sort(key=lambda write: write[2].held is not None)  # objects first
+        # records by memory: tensors shared under several names are written once
+        known: dict[object, bytes] = {}
         for share, nth, one in writes:
             try:
                 if one.held is None:
@@ -138,8 +143,10 @@ class Writer:
         return RankResult(writer.size, writer.framing_crc32, [*map(b"".join, records)])
 
     def finish(self, results: list[RankResult | None]) -> None:
-        """On one rank, once all have written: write where everything lies, in both forms, with the checksums, and
-        publish it. See [Note: The layout of a checkpoint]."""
+        """Write the places of all data, in both formats, with checksums, and publish the checkpoint.
+
+        Called on one rank, once all have written. See [Note: The layout of a checkpoint].
+        """
         by_rank = {rank: each for rank, each in enumerate(results) if each is not None}
         put_records(self.planned, by_rank)
         layout = Counted(layout_content(self.planned.groups, [*self.state]))
@@ -176,19 +183,19 @@ def _write_box(data: Tensor, rank: int, writer: FileWriter, known: dict[object, 
 
 # ----------------------------------------------------------------- replicas or experts
 
-Groups = frozenset[Ranks]  # all with this rank in them
+Groups = frozenset[Ranks]  # each includes this rank
 
 
 class HeldUnit(NamedTuple):
-    """A unit that fewer ranks hold than save, as far as its groups say."""
+    """Unit held by fewer ranks than save, according to its groups."""
 
     path: str
     groups: Groups
-    names: tuple[str, ...]  # of its parameters, in the model
+    names: tuple[str, ...]  # names of its parameters in the model
 
 
 def units_of_some(model: nn.Module, count: int) -> list[HeldUnit]:
-    """The units that fewer than ``count`` ranks hold. Ranks of tensor parallelism are in one group."""
+    """Return the units held by fewer than ``count`` ranks. Ranks of tensor parallelism are in one group."""
     uncompiled = uncompiled_names(model)
     found = []
     for path, module in units_with_paths(model):
@@ -199,7 +206,10 @@ def units_of_some(model: nn.Module, count: int) -> list[HeldUnit]:
 
 
 def contested(own: list[HeldUnit], told: Iterable[list[HeldUnit]]) -> dict[str, HeldUnit]:
-    """The parameters of ``own`` units that ranks hold over unconnected groups. ``told``: the units of all ranks."""
+    """Return the parameters of ``own`` units that ranks hold over unconnected groups, with their units.
+
+    ``told``: the units of all ranks.
+    """
     held: dict[str, set[Groups]] = {}
     for unit in (unit for units in told for unit in units):
         for name in unit.names:
@@ -216,17 +226,16 @@ def _are_connected(held: Iterable[Groups]) -> bool:
 
 
 class _Content(NamedTuple):
-    """The values of a part of a parameter, of which ranks may hold others."""
+    """Checksum of a part of a parameter, to be compared between ranks."""
 
     held: Held
     crc32: int
-    unit: str  # its path
-    ranks: list[int]  # which are in one of the unit's groups with the rank that has it
+    unit: str  # path of the unit
+    ranks: list[int]  # ranks of the unit's groups
 
 
-Contents = dict[
-    tuple[str, Offsets, int], _Content
-]  # by key, the offsets of a box, and the start of a range in it
+# contents by key, offsets of a box, and start of a range in it
+Contents = dict[tuple[str, Offsets, int], _Content]
 
 
 def _content(held: Held, boxes: Iterable[Tensor], unit: HeldUnit) -> _Content:
@@ -237,7 +246,7 @@ def _content(held: Held, boxes: Iterable[Tensor], unit: HeldUnit) -> _Content:
 
 
 def _refuse_different(told: Iterable[Contents]) -> None:
-    """Raise ValueError for a contested name of which ranks hold different values."""
+    """Raise ValueError for a contested name with different values on ranks."""
     found: Contents = {}
     for place, one in (each for contents in told for each in contents.items()):
         other = found.setdefault(place, one)
