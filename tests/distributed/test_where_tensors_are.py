@@ -36,7 +36,7 @@ def test_only_own_tensors_that_are_on_the_cpu_are_moved() -> None:
         param.grad = torch.zeros_like(param)
     tree = Subtree(model)
     params = [param for param in tree.params if param is not model.head.bias]
-    materialization.move_to_device(tree, params, {model.blocks[1]}, torch.float64)
+    materialization._move_to_device(tree, params, {model.blocks[1]}, torch.float64)
     moved = [name for name, param in model.named_parameters() if param.dtype == torch.float64]
     assert moved and not any("fsdp_wrapped" in name or name.startswith("inp") for name in moved)
     assert model.head.weight.grad.dtype == torch.float64
