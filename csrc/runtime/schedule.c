@@ -60,10 +60,12 @@ int schedule_end_pre_unshard(struct schedule *schedule, bool uploads, int result
     struct streams *streams = &schedule->streams;
     if (!result)
         result = stream_record(streams, STREAM_PRE_UNSHARD, &schedule->input_made);
+    if (!result)
+        result = stream_wait(streams, STREAM_UNSHARD, schedule->input_made);
     if (stream_enter(streams, STREAM_UNSHARD) < 0 || result < 0)
         return -1;
     schedule->uploading = schedule->uploading || (uploads && streams_are_real(streams));
-    return stream_wait(streams, STREAM_UNSHARD, schedule->input_made);
+    return 0;
 }
 
 int schedule_begin_unshard(struct schedule *schedule) {

@@ -12,12 +12,110 @@ static int set_current(struct streams *streams, PyObject *stream) {
     return ref_done(PyObject_CallFunctionObjArgs(streams->set_stream, stream, NULL));
 }
 
+/* [Note: implied waits] A stream comes after a point of another one if it has waited for that point, for a later
+ * one, or for a third stream that comes after it. Vector clocks of the roles say so, and such a wait costs no call
+ * of the driver. A side stream's waits are kept until work is enqueued there: of several points of one stream the
+ * last implies the others, and a stream that is given nothing waits for nothing.
+ *
+ * A new compute stream comes after the one before it (switch_compute_stream), so that the role keeps its clock. A CUDA graph's
+ * capture begins on a synchronised device, and its points are later than all before: a wait that a capture needs to
+ * fork or to join a stream is never implied. */
+
+/* Does the work of `role`, once its kept waits are issued, come after `event`? */
+static bool is_implied(const struct streams *streams, enum stream_role role, stream_event event) {
+    int64_t point = event->clock[event->role];
+    if (streams->clocks[role][event->role] >= point)
+        return true;
+    for (int other = 0; other < STREAM_ROLES; other++) {
+        stream_event kept = streams->kept_waits[role][other];
+        if (kept && kept != event && kept->clock[event->role] >= point)
+            return true;
+    }
+    return false;
+}
+
+static int issue_wait(struct streams *streams, enum stream_role role, stream_event event) {
+    int64_t *clock = streams->clocks[role];
+    if (streams->backend->wait(streams, &streams->roles[role], event->event) < 0)
+        return -1;
+    for (int other = 0; other < STREAM_ROLES; other++)
+        if (clock[other] < event->clock[other])
+            clock[other] = event->clock[other];
+    return 0;
+}
+
+/* Destroy a mark that nobody owns or keeps. */
+static void destroy_mark(struct streams *streams, struct stream_mark *mark) {
+    if (mark->event)
+        streams->backend->destroy(mark->event);
+    PyMem_Free(mark);
+}
+
+/* Keep `event`, or NULL, as the wait of `role` for `other` in place of the one kept before. */
+static void keep_wait(struct streams *streams, enum stream_role role, int other, stream_event event) {
+    stream_event before = streams->kept_waits[role][other];
+    streams->kept_waits[role][other] = event;
+    if (event)
+        event->num_kept++;
+    if (before && --before->num_kept == 0 && !before->is_owned) {
+        before->next_spare = streams->spare_marks;
+        streams->spare_marks = before;
+    }
+}
+
+static int issue_kept_waits(struct streams *streams, enum stream_role role) {
+    for (int other = 0; other < STREAM_ROLES; other++) {
+        stream_event event = streams->kept_waits[role][other];
+        if (event && !is_implied(streams, role, event) && issue_wait(streams, role, event) < 0)
+            return -1;
+        keep_wait(streams, role, other, NULL);
+    }
+    return 0;
+}
+
+static void drop_kept_waits(struct streams *streams) {
+    for (int role = 0; role < STREAM_ROLES; role++)
+        for (int other = 0; other < STREAM_ROLES; other++)
+            keep_wait(streams, (enum stream_role)role, other, NULL);
+}
+
+/* Leave a mark whose point is still waited for to the kept waits. */
+static void disown_kept(stream_event *event) {
+    if (*event && (*event)->num_kept > 0) {
+        (*event)->is_owned = false;
+        *event = NULL;
+    }
+}
+
 static int record_on(struct streams *streams, enum stream_role role, stream_event *event) {
-    return streams->backend->record(streams, &streams->roles[role], event);
+    if (issue_kept_waits(streams, role) < 0)
+        return -1;
+    disown_kept(event);
+    struct stream_mark *mark = *event;
+    if (!mark && (mark = streams->spare_marks))
+        streams->spare_marks = mark->next_spare;
+    if (!mark && !(mark = PyMem_Calloc(1, sizeof *mark))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    mark->is_owned = true;
+    *event = mark;
+    if (streams->backend->record(streams, &streams->roles[role], &mark->event) < 0)
+        return -1;
+    streams->clocks[role][role]++;
+    mark->role = role;
+    memcpy(mark->clock, streams->clocks[role], sizeof mark->clock);
+    return 0;
 }
 
 static int wait_on(struct streams *streams, enum stream_role role, stream_event event) {
-    return streams->backend->wait(streams, &streams->roles[role], event);
+    if (is_implied(streams, role, event))
+        return 0;
+    /* the next work is not announced by a stream_enter: the script enqueues on the compute stream at any time */
+    if (role == STREAM_COMPUTE || (streams->entered && streams->entered_role == role))
+        return issue_wait(streams, role, event);
+    keep_wait(streams, role, event->role, event);
+    return 0;
 }
 
 /* `stream` is stolen. */
@@ -91,10 +189,12 @@ static int switch_compute_stream(struct streams *streams) {
         Py_DECREF(former.object);
     else
         add_former(streams, former);
-    if (begins_capture)
+    if (begins_capture) {
+        drop_kept_waits(streams);
         return 0;
+    }
     streams->former_may_be_gone = streams->former_may_be_gone || is_idle;
-    return wait_on(streams, STREAM_COMPUTE, streams->compute_event);
+    return streams->backend->wait(streams, &streams->roles[STREAM_COMPUTE], streams->compute_event->event);
 }
 
 /* The current stream may change at any call: scripts run steps, parts of a model or a backward on different
@@ -120,7 +220,7 @@ int stream_join_former(struct streams *streams) {
     int result = record_on(streams, STREAM_COMPUTE, &streams->compute_event);
     for (int i = 0; !result && i < streams->num_former && i < MAX_FORMER; i++)
         if (streams->former[i].raw != streams->roles[STREAM_COMPUTE].raw)
-            result = streams->backend->wait(streams, &streams->former[i], streams->compute_event);
+            result = streams->backend->wait(streams, &streams->former[i], streams->compute_event->event);
     return result;
 }
 
@@ -165,7 +265,12 @@ static int enter(struct streams *streams, PyObject *stream) {
 }
 
 int stream_enter(struct streams *streams, enum stream_role role) {
-    return streams_are_real(streams) ? enter(streams, streams->roles[role].object) : 0;
+    if (!streams_are_real(streams))
+        return 0;
+    if (issue_kept_waits(streams, role) < 0 || enter(streams, streams->roles[role].object) < 0)
+        return -1;
+    streams->entered_role = role;
+    return 0;
 }
 
 int stream_enter_persistent(struct streams *streams) {
@@ -176,6 +281,7 @@ int stream_enter_persistent(struct streams *streams) {
     OWNED *stream = streams->is_external
                         ? PyObject_CallMethod(streams->module, "default_stream", "O", streams->device)
                         : Py_NewRef(streams->roles[STREAM_COMPUTE].object);
+    streams->entered_role = STREAM_COMPUTE;
     return stream ? enter(streams, stream) : -1;
 }
 
@@ -209,12 +315,13 @@ int stream_wait(struct streams *streams, enum stream_role role, stream_event eve
 }
 
 int stream_synchronize(struct streams *streams, stream_event event) {
-    return event ? streams->backend->synchronize(streams, event) : 0;
+    return event ? streams->backend->synchronize(streams, event->event) : 0;
 }
 
 void stream_event_destroy(struct streams *streams, stream_event *event) {
+    disown_kept(event);
     if (*event)
-        streams->backend->destroy(*event);
+        destroy_mark(streams, *event);
     *event = NULL;
 }
 
@@ -264,6 +371,11 @@ void streams_fini(struct streams *streams) {
         Py_CLEAR(streams->roles[role].object);
     clear_former(streams);
     stream_event_destroy(streams, &streams->compute_event);
+    drop_kept_waits(streams);
+    for (struct stream_mark *mark; (mark = streams->spare_marks);) {
+        streams->spare_marks = mark->next_spare;
+        destroy_mark(streams, mark);
+    }
     Py_CLEAR(streams->module);
     Py_CLEAR(streams->set_stream);
     Py_CLEAR(streams->device);

@@ -22,7 +22,8 @@ enum stream_role {
     STREAM_ROLES,
 };
 
-typedef void *stream_event; /* NULL for a point that needs no wait */
+/* A recorded point of a stream; NULL for a point that needs no wait. */
+typedef struct stream_mark *stream_event;
 
 enum { MAX_FORMER = 4 };
 
@@ -38,8 +39,15 @@ struct streams {
     PyObject *set_stream; /* owned; function of the module */
     PyObject *device;     /* owned; torch.device, NULL on the CPU */
     int32_t device_index;
-    bool entered;               /* true while a side stream is current */
-    void *context;              /* the driver's context of the device */
+    /* clocks[role][other]: last point of `other` that the work of `role` comes after, see [Note: implied waits] in
+     * stream.c. Points of a stream are numbered as they are recorded. */
+    int64_t clocks[STREAM_ROLES][STREAM_ROLES];
+    /* kept_waits[role][other]: point of `other` that `role` waits for before its next work, or NULL */
+    stream_event kept_waits[STREAM_ROLES][STREAM_ROLES];
+    struct stream_mark *spare_marks; /* owned; list of marks to record again */
+    bool entered;                    /* true between stream_enter and stream_leave */
+    enum stream_role entered_role;   /* role whose stream is current while `entered` */
+    void *context;                   /* the driver's context of the device */
     PyObject *previous_device;  /* owned; current device before stream_enter if a different one, or NULL */
     stream_event compute_event; /* owned; last recorded event of a compute stream */
     struct stream_handle former[MAX_FORMER]; /* last former compute streams, since a backward ended */

@@ -74,8 +74,7 @@ static int driver_init(struct streams *streams) {
                  "cuStreamGetCtx");
 }
 
-static int driver_record(const struct streams *streams, const struct stream_handle *stream,
-                         stream_event *event) {
+static int driver_record(const struct streams *streams, const struct stream_handle *stream, void **event) {
     bool pushed;
     if (push_context(streams, &pushed) < 0)
         return -1;
@@ -86,8 +85,7 @@ static int driver_record(const struct streams *streams, const struct stream_hand
     return result;
 }
 
-static int driver_wait(const struct streams *streams, const struct stream_handle *stream,
-                       stream_event event) {
+static int driver_wait(const struct streams *streams, const struct stream_handle *stream, void *event) {
     bool pushed;
     if (push_context(streams, &pushed) < 0)
         return -1;
@@ -96,7 +94,7 @@ static int driver_wait(const struct streams *streams, const struct stream_handle
     return result;
 }
 
-static int driver_synchronize(const struct streams *streams, stream_event event) {
+static int driver_synchronize(const struct streams *streams, void *event) {
     bool pushed;
     int code;
     if (push_context(streams, &pushed) < 0)
@@ -106,7 +104,7 @@ static int driver_synchronize(const struct streams *streams, stream_event event)
     return check(code, "cuEventSynchronize");
 }
 
-static void driver_destroy(stream_event event) {
+static void driver_destroy(void *event) {
     driver.destroy(event);
 }
 
@@ -149,25 +147,23 @@ const struct stream_backend driver_backend = {
 /* ---- other devices, by the functions of torch's module for the device, such as torch.xpu. Events are Python
  * objects, and streams are compared by stream_id. ---- */
 
-static int module_record(const struct streams *streams, const struct stream_handle *stream,
-                         stream_event *event) {
+static int module_record(const struct streams *streams, const struct stream_handle *stream, void **event) {
     if (!*event && !(*event = PyObject_CallMethod(streams->module, "Event", NULL)))
         return -1;
     return ref_done(PyObject_CallMethod(*event, "record", "O", stream->object));
 }
 
-static int module_wait(const struct streams *streams, const struct stream_handle *stream,
-                       stream_event event) {
+static int module_wait(const struct streams *streams, const struct stream_handle *stream, void *event) {
     (void)streams;
     return ref_done(PyObject_CallMethod(stream->object, "wait_event", "O", event));
 }
 
-static int module_synchronize(const struct streams *streams, stream_event event) {
+static int module_synchronize(const struct streams *streams, void *event) {
     (void)streams;
     return ref_done(PyObject_CallMethod(event, "synchronize", NULL));
 }
 
-static void module_destroy(stream_event event) {
+static void module_destroy(void *event) {
     Py_DECREF((PyObject *)event);
 }
 

@@ -6,14 +6,23 @@
 #include "torch/ref.h"
 #include "torch/stream.h"
 
+struct stream_mark {
+    void *event;                    /* owned; the backend's event, NULL until recorded */
+    enum stream_role role;          /* role whose stream the point is on */
+    int64_t clock[STREAM_ROLES];    /* the stream's clock at this point */
+    int num_kept;                   /* number of kept waits for the point */
+    bool is_owned;                  /* true while a stream_event refers to the mark */
+    struct stream_mark *next_spare; /* next mark of the list of spare ones */
+};
+
 /* Unless stated otherwise, functions return 0, or -1 with an exception. */
 struct stream_backend {
     const char *id_attribute;             /* attribute of torch's streams with the backend's id */
     int (*init)(struct streams *streams); /* called once the side streams exist; may be NULL */
-    int (*record)(const struct streams *streams, const struct stream_handle *stream, stream_event *event);
-    int (*wait)(const struct streams *streams, const struct stream_handle *stream, stream_event event);
-    int (*synchronize)(const struct streams *streams, stream_event event);
-    void (*destroy)(stream_event event);
+    int (*record)(const struct streams *streams, const struct stream_handle *stream, void **event);
+    int (*wait)(const struct streams *streams, const struct stream_handle *stream, void *event);
+    int (*synchronize)(const struct streams *streams, void *event);
+    void (*destroy)(void *event);
     bool (*is_current)(const struct streams *streams, const struct stream_handle *stream); /* never raises */
     /* true while a CUDA graph captures the stream; never raises; NULL without support for graphs */
     bool (*is_capturing)(const struct streams *streams, const struct stream_handle *stream);

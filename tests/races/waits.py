@@ -92,6 +92,11 @@ STEPPED = (
     "again before the next of these waits"
 )
 
+JOINED = (
+    "after an exception computation comes after all work that was enqueued, also after all-gathers whose "
+    "parameters nothing has read"
+)
+
 # By program: what waits that order something, and whose absence nothing shows there, are for.
 REASONS: dict[str, dict[Kind, str]] = {
     "two streams": {("compute", "compute"): GIVEN_BACK, ("compute", "post-backward"): PACKED},
@@ -113,7 +118,7 @@ REASONS: dict[str, dict[Kind, str]] = {
         ("pre-unshard", "compute"): WRITTEN_BACK,
         ("unshard", "compute"): MADE_BEFORE,
     },
-    "raise in backward": {("unshard", "compute"): NOT_WRITTEN},
+    "raise in backward": {("unshard", "compute"): NOT_WRITTEN, ("compute", "unshard"): JOINED},
     "offload, gradients read": {("pre-unshard", "compute"): UPLOADED, ("unshard", "compute"): MADE_BEFORE},
     "offload, write after evaluating": {
         ("pre-unshard", "compute"): UPLOADED,
