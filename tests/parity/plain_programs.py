@@ -117,7 +117,6 @@ def _action(rng: random.Random, blocks: int) -> Operation:
         *[("zero_grad", {"to_none": drawn(True, False), "by_model": drawn(True, False), "block": some_block(0.3)})] * 3,
         ("clip", {"norm_type": drawn(2.0, 1.0, float("inf"))}),
         ("edit_gradients", {"replace": drawn(True, False)}),
-        ("zero_weights", {"to_none": drawn(True, False)}),
         *[("edit", {"how": drawn("mul_", "lerp_", "data.mul_", "data", "copy_"), "held": drawn(True, False)})] * 2,
         *[("freeze", {"block": rng.randrange(blocks), "inner": drawn(True, False), "frozen": drawn(True, True, False)})]
         * 2,
