@@ -49,8 +49,8 @@ STRICT_FLAGS = [
     "-Wshadow",
     "-Wstrict-prototypes",
     "-Wmissing-prototypes",
+    "-Werror",
 ]
-STRICT_FLAGS += ["-Werror"]
 
 
 def is_on(setting: str) -> bool:

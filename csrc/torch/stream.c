@@ -12,16 +12,16 @@ static int set_current(struct streams *streams, PyObject *stream) {
     return ref_done(PyObject_CallFunctionObjArgs(streams->set_stream, stream, NULL));
 }
 
-/* [Note: implied waits] A stream comes after a point of another one if it has waited for that point, for a later
- * one, or for a third stream that comes after it. Vector clocks of the roles say so, and such a wait costs no call
- * of the driver. A side stream's waits are kept until work is enqueued there: of several points of one stream the
- * last implies the others, and a stream that is given nothing waits for nothing.
+/* [Note: implied waits] A stream comes after a point of another stream if it waited for that point, for a later
+ * one, or for a third stream that comes after it. Vector clocks of the roles show this, and an implied wait makes
+ * no call of the driver. Waits of a side stream are kept until work is enqueued there: the last point of another
+ * stream implies the earlier ones, and a stream without work needs no wait.
  *
- * A new compute stream comes after the one before it (switch_compute_stream), so that the role keeps its clock. A CUDA graph's
- * capture begins on a synchronised device, and its points are later than all before: a wait that a capture needs to
- * fork or to join a stream is never implied. */
+ * A new compute stream comes after the former one (switch_compute_stream), so the role keeps its clock. The
+ * capture of a CUDA graph begins on a synchronised device, and its points are later than all earlier points: a
+ * wait that forks or joins a stream of a capture is never implied. */
 
-/* Does the work of `role`, once its kept waits are issued, come after `event`? */
+/* Return true if the work of `role` comes after `event` once the kept waits are issued. */
 static bool is_implied(const struct streams *streams, enum stream_role role, stream_event event) {
     int64_t point = event->clock[event->role];
     if (streams->clocks[role][event->role] >= point)
@@ -44,23 +44,21 @@ static int issue_wait(struct streams *streams, enum stream_role role, stream_eve
     return 0;
 }
 
-/* Destroy a mark that nobody owns or keeps. */
-static void destroy_mark(struct streams *streams, struct stream_mark *mark) {
-    if (mark->event)
-        streams->backend->destroy(mark->event);
-    PyMem_Free(mark);
+/* Drop a reference, of a stream_event or of a kept wait. The mark is spare after the last one. */
+static void release_mark(struct streams *streams, struct stream_mark *mark) {
+    if (mark && --mark->num_references == 0) {
+        mark->next_spare = streams->spare_marks;
+        streams->spare_marks = mark;
+    }
 }
 
-/* Keep `event`, or NULL, as the wait of `role` for `other` in place of the one kept before. */
+/* Keep `event`, or NULL, as the wait of `role` for `other`, in place of the earlier one. */
 static void keep_wait(struct streams *streams, enum stream_role role, int other, stream_event event) {
-    stream_event before = streams->kept_waits[role][other];
+    stream_event earlier = streams->kept_waits[role][other];
     streams->kept_waits[role][other] = event;
     if (event)
-        event->num_kept++;
-    if (before && --before->num_kept == 0 && !before->is_owned) {
-        before->next_spare = streams->spare_marks;
-        streams->spare_marks = before;
-    }
+        event->num_references++;
+    release_mark(streams, earlier);
 }
 
 static int issue_kept_waits(struct streams *streams, enum stream_role role) {
@@ -79,18 +77,11 @@ static void drop_kept_waits(struct streams *streams) {
             keep_wait(streams, (enum stream_role)role, other, NULL);
 }
 
-/* Leave a mark whose point is still waited for to the kept waits. */
-static void disown_kept(stream_event *event) {
-    if (*event && (*event)->num_kept > 0) {
-        (*event)->is_owned = false;
-        *event = NULL;
-    }
-}
-
 static int record_on(struct streams *streams, enum stream_role role, stream_event *event) {
     if (issue_kept_waits(streams, role) < 0)
         return -1;
-    disown_kept(event);
+    if (*event && (*event)->num_references > 1) /* a kept wait is for the earlier point */
+        stream_event_destroy(streams, event);
     struct stream_mark *mark = *event;
     if (!mark && (mark = streams->spare_marks))
         streams->spare_marks = mark->next_spare;
@@ -98,7 +89,7 @@ static int record_on(struct streams *streams, enum stream_role role, stream_even
         PyErr_NoMemory();
         return -1;
     }
-    mark->is_owned = true;
+    mark->num_references = 1;
     *event = mark;
     if (streams->backend->record(streams, &streams->roles[role], &mark->event) < 0)
         return -1;
@@ -111,7 +102,7 @@ static int record_on(struct streams *streams, enum stream_role role, stream_even
 static int wait_on(struct streams *streams, enum stream_role role, stream_event event) {
     if (is_implied(streams, role, event))
         return 0;
-    /* the next work is not announced by a stream_enter: the script enqueues on the compute stream at any time */
+    /* no stream_enter precedes the next work: the script enqueues on the compute stream at any time */
     if (role == STREAM_COMPUTE || (streams->entered && streams->entered_role == role))
         return issue_wait(streams, role, event);
     keep_wait(streams, role, event->role, event);
@@ -319,9 +310,7 @@ int stream_synchronize(struct streams *streams, stream_event event) {
 }
 
 void stream_event_destroy(struct streams *streams, stream_event *event) {
-    disown_kept(event);
-    if (*event)
-        destroy_mark(streams, *event);
+    release_mark(streams, *event);
     *event = NULL;
 }
 
@@ -374,7 +363,9 @@ void streams_fini(struct streams *streams) {
     drop_kept_waits(streams);
     for (struct stream_mark *mark; (mark = streams->spare_marks);) {
         streams->spare_marks = mark->next_spare;
-        destroy_mark(streams, mark);
+        if (mark->event)
+            streams->backend->destroy(mark->event);
+        PyMem_Free(mark);
     }
     Py_CLEAR(streams->module);
     Py_CLEAR(streams->set_stream);

@@ -1,6 +1,6 @@
-"""Division of a save's work: each rank summarizes its values, and the first rank assigns a writer to each.
+"""Division of a save's work: each rank summarizes its values, and every rank assigns the same writer to each.
 
-Time on the first rank is proportional to the number of differing lists of keys and of parts on ranks.
+The time for it is proportional to the number of differing lists of keys and of parts on ranks.
 
 [Note: Parts by arithmetic]
 Shards of a unit cut equal layers at equal places. Therefore neither plans nor results list individual boxes:
