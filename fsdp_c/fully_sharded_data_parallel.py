@@ -40,6 +40,7 @@ from fsdp_c.sharding.sharded_module import (
     ShardedModule,
     claim_module,
     handle_of,
+    handles_in,
     is_sharded_module,
     parts_of,
     units_of,
@@ -542,8 +543,7 @@ class FullyShardedDataParallel(UnitNames):
         """Yield the parameters below this module as an optimizer has them."""
         if self._unit.runtime is not None:
             self._unit.runtime.await_failed_backward()
-        handles = [unit._handle for unit in units_of(self) if unit._handle is not None]
-        originals = [param for handle in handles for param in handle.flat_param._params or ()]
+        originals = [param for handle in handles_in(self) for param in handle.flat_param._params or ()]
         yield from originals
         held = set(map(id, originals))
         others = (param for param in named_params(self).values() if id(param) not in held)

@@ -3,7 +3,7 @@
 from torch import nn
 
 from fsdp_c.sharding.flat_param import FlatParamHandle
-from fsdp_c.sharding.sharded_module import ShardedModule, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, handles_in, units_of
 from fsdp_c.sharding.traversal import is_composable as _composable
 
 __all__ = ["_composable", "_get_fsdp_handles", "_get_fsdp_states", "_get_fsdp_states_with_modules"]
@@ -21,4 +21,4 @@ def _get_fsdp_states(module: nn.Module) -> list[ShardedModule]:
 
 def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
     """Return the handles of the units with parameters in ``module``."""
-    return [fsdp_module._handle for fsdp_module in units_of(module) if fsdp_module._handle is not None]
+    return handles_in(module)

@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_c import _C
 from fsdp_c.compat.upstream import _get_param_to_fqns
 from fsdp_c.sharding.flat_param import FlatParamHandle
-from fsdp_c.sharding.sharded_module import ShardedModule, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, handles_in
 
 
 def _limit(name: str) -> Any:
@@ -69,8 +69,7 @@ class ExecutionOrder:
     def all_handles(self) -> list[FlatParamHandle]:
         """The handles of the tree in pre-order; empty before lazy initialization."""
         root = self._bound()
-        units = [] if root is None else units_of(root)
-        return [unit._handle for unit in units if unit._handle is not None]
+        return [] if root is None else handles_in(root)
 
     @property
     def param_to_fqn(self) -> dict[nn.Parameter, list[str]]:

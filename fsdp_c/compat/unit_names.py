@@ -7,7 +7,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress
 
 from fsdp_c.compat.mixed_use import refuse_torchs_functions
 from fsdp_c.sharding.flat_param import FlatParamHandle
-from fsdp_c.sharding.sharded_module import ShardedModule, units_of, whole_units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, handles_in, units_of, whole_units_of
 from fsdp_c.sharding.wrap import unit_name
 
 
@@ -32,7 +32,7 @@ class UnitNames(ShardedModule):
 
     @property
     def _all_handles(self) -> list[FlatParamHandle]:
-        return [unit._handle for unit in units_of(self) if unit._handle is not None]
+        return handles_in(self)
 
     @property
     def _post_backward_callback_queued(self) -> bool:

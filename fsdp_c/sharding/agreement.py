@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._guards import detect_fake_mode
 
 from fsdp_c.compat.errors import ranks_text
-from fsdp_c.sharding.common import of_several, tell
+from fsdp_c.sharding.common import global_rank, of_several, tell
 from fsdp_c.sharding.optional import OptionalPaths
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.traversal import clean_path
@@ -95,7 +95,7 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
     compared = digest_of(repr(([one.needs for one in plan], str(error))).encode())
     try:
         if compared != root._agreed_plan and detect_fake_mode() is None:  # fake ranks do not communicate
-            own = RankPlan(_global_rank(), None if error is None else str(error), plan)
+            own = RankPlan(global_rank(), None if error is None else str(error), plan)
             if plans := values_if_different(own, compared, groups, root.compute_device):
                 raise RuntimeError(difference(plans))
     finally:
@@ -114,16 +114,11 @@ def agree_to_sync(name: str, groups: Sequence[dist.ProcessGroup], device: torch.
         f"unit {name} is wrapped with sync_module_states=True here, and not on all ranks: the others "
         "would never take the values that are sent. Pass the same on every rank."
     )
-    own = RankPlan(_global_rank(), failure, [])
+    own = RankPlan(global_rank(), failure, [])
     if detect_fake_mode() is None and (
         plans := values_if_different(own, b"sync_module_states", groups, device)
     ):
         raise RuntimeError(difference(plans))
-
-
-def _global_rank() -> int:
-    """Return this process's rank, or 0 if torch.distributed is not initialized."""
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _unit_plan(path: str, module: ShardedModule, is_optional: bool) -> UnitPlan:

@@ -12,11 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_c.sharding.flat_param import FlatParamHandle, ManagedParam
-from fsdp_c.sharding.sharded_module import ShardedModule, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, handles_in, units_of
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, joined
 
 T = TypeVar("T")
 _ABSENT = object()
+
+
+def global_rank() -> int:
+    """Return this process's rank, or 0 if torch.distributed is not initialized."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def managed_params(handle: FlatParamHandle | None) -> list[ManagedParam]:
@@ -80,7 +85,7 @@ def lies_elsewhere_whole(fsdp_module: ShardedModule) -> bool:
     """
     if fsdp_module._unit.runtime is not None:
         return False
-    handles = [unit._handle for unit in units_of(fsdp_module) if unit._handle is not None]
+    handles = handles_in(fsdp_module)
     moved = any(
         handle.flat_param.device != handle.device and not handle._offload_params for handle in handles
     )

@@ -27,6 +27,7 @@ from fsdp_c.compat.upstream import (
     dtensor_extensions,
     fsdp2_module_class,
 )
+from fsdp_c.sharding.common import global_rank
 from fsdp_c.sharding.configuration import UnitConfig
 from fsdp_c.sharding.sharded_module import claimed_units, is_sharded_module
 from fsdp_c.sharding.traversal import (
@@ -92,7 +93,7 @@ def check_places(
     for group in process_group if isinstance(process_group, (tuple, list)) else (process_group,):
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
-                f"rank {_global_rank()} is not in process_group: wrap the module on the ranks of the group "
+                f"rank {global_rank()} is not in process_group: wrap the module on the ranks of the group "
                 "only, or pass a group with all ranks that wrap it"
             )
         # duck-typed: backends and fake groups have rank() and size() too
@@ -351,11 +352,6 @@ def resolve_strategy(strategy: ShardingStrategy | None, world_size: int) -> Shar
     return asked
 
 
-def _global_rank() -> int:
-    """Return this process's rank, or 0 if torch.distributed is not initialized."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 def tensor_parallel_extension(device_mesh: DeviceMesh | None, device: torch.device) -> FSDPExtensions | None:
     """Return the extension that flattens DTensors if ``device_mesh`` is a slice of another mesh, else None."""
     if device_mesh is None or device_mesh._get_root_mesh() == device_mesh:
@@ -390,7 +386,7 @@ def resolve_device(
 
 def _with_index(device_id: int | torch.device) -> torch.device:
     """Return the device with an explicit index; the CPU without one."""
-    rank = _global_rank()
+    rank = global_rank()
     try:
         device = torch.device(device_id)
     except RuntimeError as error:

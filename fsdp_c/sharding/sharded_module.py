@@ -293,6 +293,11 @@ def units_of(module: nn.Module) -> list[ShardedModule]:
     return [fsdp_module for _, fsdp_module in units_with_paths(module)]
 
 
+def handles_in(module: nn.Module) -> list[FlatParamHandle]:
+    """Return the handles of a tree: those of ``units_of`` that have parameters."""
+    return [unit._handle for unit in units_of(module) if unit._handle is not None]
+
+
 def whole_units_of(module: nn.Module) -> list[ShardedModule]:
     """Return ``units_of`` without segments."""
     return [fsdp_module for fsdp_module in units_of(module) if fsdp_module._flat_param_name == FLAT_PARAM]

@@ -6,7 +6,7 @@ import warnings
 
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_c.sharding.sharded_module import ShardedModule, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, handles_in
 
 __all__ = ["check_ddp"]
 
@@ -18,10 +18,10 @@ def check_ddp(root: ShardedModule, ddp: DistributedDataParallel) -> None:
     (UserWarning) if autograd does not reach the parameter that ``ddp`` manages.
     """
     managed = {id(param) for param in getattr(ddp, "_module_parameters", None) or ()}
-    for handle in [unit._handle for unit in units_of(root) if unit._handle is not None]:
+    for handle in handles_in(root):
         is_whole = not handle.uses_sharded_strategy and not handle._offload_params
         is_reached = not handle._use_orig_params and not handle._uses_param_mixed_precision
-        params = (handle.flat_param._params if handle._use_orig_params else None) or [handle.flat_param]
+        params = handle.script_params
         is_trained = id(params[0]) in managed and any(param.requires_grad for param in params)
         if (is_whole and is_reached) or not is_trained:
             continue

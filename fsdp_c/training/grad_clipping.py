@@ -17,7 +17,7 @@ from fsdp_c import _C
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import tensor_parallel
 from fsdp_c.sharding.flat_param import FlatParamHandle
-from fsdp_c.sharding.sharded_module import ShardedModule, root_units, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, handles_in, root_units
 from fsdp_c.tools import collective_errors
 
 # tensor parallel groups -> gradients sharded over them
@@ -54,7 +54,7 @@ def clip_params_(
     """
     wanted = set(map(id, params))
     roots = [root for root in root_units() if not wanted.isdisjoint(map(id, root.parameters()))]
-    if not any(needs_ranks(handle) for root in roots for handle in _all_handles(root)):
+    if not any(needs_ranks(handle) for root in roots for handle in handles_in(root)):
         return None
     known = {id(param) for root in roots for param in root.parameters()}
     plain = [param.grad for param in params if id(param) not in known and param.grad is not None]
@@ -103,7 +103,7 @@ def owners_of(tensors: Sequence[Tensor]) -> dict[ShardedModule, set[int]]:
             continue
         grads = [(id(param), param.grad) for param in root.parameters() if param.grad is not None]
         found = {param for param, grad in grads if _memory(grad) in wanted}
-        handles = filter(needs_ranks, _all_handles(root)) if found else ()
+        handles = filter(needs_ranks, handles_in(root)) if found else ()
         if any(found.intersection(map(id, handle.script_params)) for handle in handles):
             owners[root] = found
     return owners
@@ -115,10 +115,6 @@ def _memory(grad: Tensor | None) -> object:
         return id(grad)
     grad = tensor_parallel.local(grad)
     return grad.data_ptr(), grad.numel()
-
-
-def _all_handles(root: ShardedModule) -> list[FlatParamHandle]:
-    return [unit._handle for unit in units_of(root) if unit._handle is not None]
 
 
 def needs_ranks(handle: FlatParamHandle) -> bool:
@@ -135,7 +131,7 @@ def _partial_unit(root: ShardedModule, wanted: Container[int]) -> tuple[FlatPara
     """
     first: tuple[FlatParamHandle, list[str]] | None = None
     absent = set(range(root.world_size))
-    for handle in filter(needs_ranks, _all_handles(root)):
+    for handle in filter(needs_ranks, handles_in(root)):
         if id(handle.flat_param) in wanted:
             absent.clear()
             continue

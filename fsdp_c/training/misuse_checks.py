@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding.construction import is_flattened
 from fsdp_c.sharding.flat_ranges import ranges_of
-from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units, parts_of, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units, handles_in, parts_of, units_of
 from fsdp_c.sharding.traversal import clean_name, is_composable, named_params
 from fsdp_c.sharding.wrap import unit_name
 from fsdp_c.training import replacements
@@ -121,8 +121,9 @@ def _check_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
     kind = type(optimizer)
     for root in list(_unstepped):
         units = units_of(root)
-        handles = [unit._handle for unit in units if unit._handle is not None]
-        own = {id(param) for handle in handles for param in (*handle.script_params, *ranges_of(handle))}
+        own = {
+            id(param) for handle in handles_in(root) for param in (*handle.script_params, *ranges_of(handle))
+        }
         known = [param() for unit in units for param in unit._whole._params_before]
         if found := params.keys() & own:
             _unstepped.discard(root)
