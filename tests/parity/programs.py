@@ -13,8 +13,8 @@ Documented differences from the plain module are avoided, or modelled where a co
 - gradients that no_sync keeps local are separate from reduced ones until a synced backward adds them: they are
   compared after it, and optimizer, clipping and edits of gradients wait for it;
 - a parameter without a gradient in a unit that has one shows zeros;
-- a write through `.data` to unsharded parameters leaves no trace (docs/reliability.md);
-- after an exception in a backward gradients are zeroed (docs/reliability.md, "An exception in a step");
+- a write through `.data` to unsharded parameters leaves no trace (docs/troubleshooting.md);
+- after an exception in a backward gradients are zeroed (docs/troubleshooting.md, "After an exception");
 - a layer is called through its unit, an inner unit once the root has run;
 - without use_orig_params a unit is frozen as a whole;
 - a module within a unit may show views between a forward and its backward, which its `zero_grad()` and
