@@ -211,7 +211,7 @@ def saved_parts(
         with collective_errors.gathering(*dict.fromkeys(handle_of(module) for module, _ in items)):
             # offloaded before the next batch is made
             for index, own in zip(rows, _rows([parts[index] for index in rows], group), strict=True):
-                values[index] = own.cpu() if is_offloaded[parts[index][0]] else own
+                put(index, own, is_new=True)
             found = wholes_of_parts([parts[index] for index in wholes], group, rank0_only)
             for index, whole in zip(wholes, found, strict=True):
                 module = parts[index][0]
