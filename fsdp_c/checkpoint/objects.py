@@ -1,9 +1,9 @@
 """Objects other than tensors in a checkpoint: converted to plain types for a save, and read without code execution.
 
 [Note: Names in a pickle]
-Objects are read by ``torch.load(weights_only=True)``, which calls only allowlisted functions. ``_known()``
-extends the list during a read: paths, times and frozensets, whose classes only hold their arguments, and
-replacements for numpy's functions, which trust any size and flag. Users add names by
+Objects are read by ``torch.load(weights_only=True)``, which calls only allowlisted functions. ``load()``
+extends the list during a read: paths, times and frozensets, whose classes only hold their arguments, and a
+replacement for numpy's function that reads a scalar. Users add names by
 ``torch.serialization.add_safe_globals``.
 """
 
@@ -12,13 +12,10 @@ from __future__ import annotations
 import datetime
 import functools
 import io
-import math
 import pathlib
 import re
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any
 
@@ -75,13 +72,6 @@ class Pickled:
         self.content = pickled(value)
 
 
-def load(content: bytes) -> Any:
-    """Return the object that ``torch.save`` wrote as ``content``. See [Note: Names in a pickle]."""
-    with names_known():
-        value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True, mmap=False)
-    return _plain_arrays(value, {})
-
-
 def reason(error: Exception) -> str:
     """Return a one-line cause for the refusal of ``load``, with a remedy."""
     text = (str(error) or repr(error)).strip()
@@ -91,6 +81,8 @@ def reason(error: Exception) -> str:
         return (last or text).splitlines()[0]
     if name[1] == "getattr":
         return "it calls getattr, which might run code: save it as text or numbers"
+    if re.fullmatch(r"numpy\._?core\.multiarray\._reconstruct", name[1]):
+        return "it is a numpy array: save torch.from_numpy(array)"
     return (
         f"it names {name[1]}, which might run code: who trusts it calls "
         f"torch.serialization.add_safe_globals([{name[1]}]) before saving and loading"
@@ -100,20 +92,15 @@ def reason(error: Exception) -> str:
 _lock = threading.RLock()  # torch's list is shared by all threads
 
 
-@contextmanager
-def names_known() -> Iterator[None]:
-    """Extend torch's allowlist during a read."""
+def load(content: bytes) -> Any:
+    """Return the object that ``torch.save`` wrote as ``content``. See [Note: Names in a pickle]."""
     with _lock:
         theirs = {each[1] if isinstance(each, tuple) else _name(each) for each in get_safe_globals()}
-        # a user who allows numpy's names trusts numpy; its functions do not accept the results of the
-        # replacements
-        of_numpy = _numpys_own() if any(name.startswith("numpy.") for name in theirs) else _stand_ins()
-        known = _known() | of_numpy
+        # numpy's own functions do not accept the results of the replacements
+        is_numpy_allowed = any(name.startswith("numpy.") for name in theirs)
+        known = _known() if is_numpy_allowed else _known() | _numpy_scalars()
         with safe_globals([(each, name) for name, each in known.items() if name not in theirs]):
-            yield
-
-
-# ----------------------------------------------------------------- allowed names
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True, mmap=False)
 
 
 @functools.cache
@@ -132,85 +119,28 @@ def _name(named: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-# ----------------------------------------------------------------- numpy
-
-
-def _require(condition: object, problem: str) -> None:
-    if not condition:
-        raise UnpicklingError(problem)
-
-
-def _in_numpy(**functions: Any) -> dict[str, Any]:
-    modules = ("numpy.core.multiarray", "numpy._core.multiarray")  # names in numpy 1 and 2
-    return {f"{module}.{name}": function for module in modules for name, function in functions.items()}
-
-
 @functools.cache
-def _numpys_own() -> dict[str, Any]:
-    import numpy
-
-    dtypes = {type(numpy.dtype(code)) for code in numpy.typecodes["All"]}
-    known = {_name(cls): cls for cls in (numpy.ndarray, numpy.dtype, *dtypes)}
-    return known | _in_numpy(
-        _reconstruct=numpy.ones(1).__reduce__()[0], scalar=numpy.ones(1)[0].__reduce__()[0]
-    )
-
-
-@functools.cache
-def _stand_ins() -> dict[str, Any]:
-    """Return replacements for numpy's classes and functions, restricted to numbers, text and times."""
+def _numpy_scalars() -> dict[str, Any]:
+    """Return replacements for numpy's functions that read one number or text, by name in a pickle."""
     import numpy
 
     class DType:
         def __init__(self, kind: str, *_: object) -> None:
-            _require(type(kind) is str and re.fullmatch("[biufcmMSU][0-9]{1,9}", kind), f"arrays of {kind!r}")
+            if not re.fullmatch("[biufcSU][0-9]{1,9}", kind):
+                raise UnpicklingError(f"it has a numpy scalar of type {kind!r}")
             self.dtype = numpy.dtype(kind)
 
         def __setstate__(self, state: tuple[Any, ...]) -> None:
             _, order, *structure = state[:5]
-            _require(structure == [None] * 3 and order in ("<", ">", "|", "="), "arrays of structures")
+            if structure != [None] * 3:
+                raise UnpicklingError("it has a numpy structure")
             self.dtype = self.dtype.newbyteorder(order)
-            if self.dtype.kind in "mM":
-                name, count, *rest = state[8][1]
-                _require(type(count) is int and rest == [1, 1], "arrays of times in an odd unit")
-                unit = "" if name == b"generic" else f"[{count}{name.decode()}]"
-                self.dtype = numpy.dtype(f"{self.dtype.str[:3]}{unit}")
-
-    class Array(numpy.ndarray[Any, Any]):
-        """Array during a read."""
-
-        def __new__(cls) -> Any:
-            return super().__new__(cls, (0,), "i1")
-
-        def __setstate__(self, state: tuple[Any, ...]) -> None:
-            _, shape, kind, is_fortran, data = state
-            _require(all(type(size) is int and size >= 0 for size in shape), "an array without a shape")
-            nbytes = math.prod(shape) * kind.dtype.itemsize
-            _require(type(data) is bytes and len(data) == nbytes, f"an array of other than {nbytes} bytes")
-            checked: Any = (1, shape, kind.dtype, bool(is_fortran), data)
-            super().__setstate__(checked)
 
     def scalar(kind: DType, content: bytes) -> Any:
-        _require(type(content) is bytes and len(content) == kind.dtype.itemsize, "a scalar of another size")
+        if type(content) is not bytes or len(content) != kind.dtype.itemsize:
+            raise UnpicklingError("it has a numpy scalar of the wrong size")
         return numpy.ndarray((1,), kind.dtype, content)[0]
 
-    known = {"numpy.dtype": DType, "numpy.ndarray": Array}
-    return known | _in_numpy(_reconstruct=lambda *_: Array(), scalar=scalar)
-
-
-def _plain_arrays(value: Any, made: dict[int, Any]) -> Any:
-    """Return ``value`` with numpy's own arrays. ``made``: results by ``id()``, for values in several places."""
-    if id(value) in made:
-        return made[id(value)]
-    if type(value) is _stand_ins()["numpy.ndarray"]:
-        made[id(value)] = value.view(_numpys_own()["numpy.ndarray"])
-    elif isinstance(value, dict):
-        made[id(value)] = value
-        for key, one in value.items():
-            value[key] = _plain_arrays(one, made)
-    elif isinstance(value, list):
-        made[id(value)] = value
-        value[:] = [_plain_arrays(one, made) for one in value]
-    elif isinstance(value, tuple):
-        made[id(value)] = _rebuilt(value, [_plain_arrays(one, made) for one in value])
-    return made.get(id(value), value)
+    # module names in numpy 1 and 2
+    scalars = dict.fromkeys(("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"), scalar)
+    return {"numpy.dtype": DType, **scalars}

@@ -102,29 +102,16 @@ KEPT = {
     "set": {1, 2},
     "empty set": set(),
     "frozenset": frozenset([1]),
-    "set of numpy": {np.float64(1.0)},
+    "set of numpy": {np.float64(1.0), np.str_("a")},
+    "set of big-endian numpy": {np.array([258], ">i4")[0]},
     "OrderedDict": ORDERED,
     "OrderedDict in a tuple": (ORDERED,),
     "defaultdict": collections.defaultdict(list, a=[1]),
     "defaultdict in a tuple": (collections.defaultdict(int, a=1),),
     "Counter": collections.Counter("aab"),
     "numpy in a tuple": (np.float64(0.5), [np.int32(1)]),
-    "array": np.ones(3),
-    "0-d array": np.array(5),
-    "empty array": np.zeros((0, 3), np.int32),
-    "Fortran array": np.arange(6.0).reshape(2, 3).T,
-    "big-endian array": np.arange(3, dtype=">i4"),
-    "array of bool": np.array([True, False]),
-    "array of half": np.ones(2, np.float16),
-    "array of complex": np.ones(2, np.complex64),
-    "array of text": np.array(["a", "bcd", ""]),
-    "array of times": np.array(["2026-01-01", "NaT"], "M8[ns]"),
-    "arrays in containers": {"a": [np.ones(2), (np.zeros(1), {"b": np.ones((2, 2))})]},
-    "numpy's random state": np.random.RandomState(1).get_state(),
     "a generator's state": np.random.default_rng(1).bit_generator.state,
     "longdouble": np.longdouble(1) / 3,
-    "datetime64": np.datetime64("2026-01-01T00:00", "15m"),
-    "timedelta64": np.timedelta64(3, "ns"),
     "dtype": torch.bfloat16,
     "a newer dtype": torch.float8_e4m3fn,
     "device": torch.device("cuda", 1),
@@ -173,8 +160,10 @@ REFUSED = {
     "collections.deque": collections.deque([1]),
     "numpy.matrix": np.matrix([1.0]),
     "numpy.ma": np.ma.ones(2),
-    "arrays of 'O8'": np.array([1, None]),
-    "arrays of 'V4'": np.zeros(2, [("a", "f4")]),
+    r"torch.from_numpy": np.ones(3),
+    "numpy array": {"a": [(np.array(["b"]),)]},
+    "a numpy scalar of type 'M8'": np.datetime64("2026-01-01T00:00", "15m"),
+    "a numpy scalar of type 'V4'": np.zeros(2, [("a", "f4")])[0],
     "Unsupported operand": 2**3000,
     "holds itself": HOLDS_ITSELF,
     "Thread": threading.Thread(),
@@ -192,9 +181,6 @@ def same(one: Any, other: Any) -> bool:
     """Equal, of the same type but for subclasses of dict, with NaN and NaT equal to themselves."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        own = pickle.loads(pickle.dumps(one))  # numpy makes the bytes' order the machine's
-        return type(other) is np.ndarray and own.dtype == other.dtype and own.tobytes() == other.tobytes()
     if isinstance(one, dict):
         return (
             isinstance(other, dict)
@@ -305,14 +291,14 @@ def test_mapping_files_by_default_is_no_matter(tmp_path):
 
 @pytest.mark.parametrize("value", [np.float64(0.1), np.float32(0.1), np.int64(3)], ids=repr)
 def test_what_torch_saved_with_numpy_loads(value, tmp_path):
-    own, optimizer = model({"amax": np.ones(3), "when": datetime.date(2026, 1, 1)})
+    own, optimizer = model({"amax": np.float32(3), "when": datetime.date(2026, 1, 1)})
     optimizer.param_groups[0]["lr"] = value
     state, of_optimizer = get_state_dict(own, optimizer)
     dcp.save({"model": state, "optim": of_optimizer}, checkpoint_id=tmp_path / "a", no_dist=True)
     again, optimizer = model()
     checkpoint.load(again, optimizer, tmp_path / "a")
     assert optimizer.param_groups[0]["lr"] == value
-    assert same(again[0].own, {"amax": np.ones(3), "when": datetime.date(2026, 1, 1)})
+    assert same(again[0].own, {"amax": np.float32(3), "when": datetime.date(2026, 1, 1)})
 
 
 # ----------------------------------------------------------------- reading, without trust
@@ -354,40 +340,8 @@ def test_a_known_name_takes_what_it_is_for_and_no_more(content):
         objects.load(archive(content))
 
 
-@pytest.mark.parametrize("forged", ["dtype", "shape", "negative", "objects"])
-def test_an_array_has_the_memory_that_it_says(forged):
-    content = io.BytesIO()
-    torch.save(np.arange(4.0), content)
-    reduced = np.arange(4.0).__reduce__()
-
-    class Forged:
-        def __reduce__(self) -> Any:
-            version, shape, dtype, fortran, data = reduced[2]
-            state = {
-                "dtype": (version, shape, np.dtype("f4"), fortran, data),
-                "shape": (version, (10**9,), dtype, fortran, data),
-                "negative": (version, (-2, -2), dtype, fortran, data),
-                "objects": (version, shape, np.dtype("O"), fortran, [1, 2, 3, 4]),
-            }[forged]
-            return (*reduced[:2], state)
-
-    content = io.BytesIO()
-    torch.save(Forged(), content)
-    with pytest.raises(pickle.UnpicklingError):
-        objects.load(content.getvalue())
-
-
-def test_arrays_that_stand_in_several_places_stay_one():
-    array = np.ones(2)
-    content = io.BytesIO()
-    torch.save([array, {"a": array}, (array,)], content)
-    first, second, third = objects.load(content.getvalue())
-    assert first is second["a"] is third[0] and type(first) is np.ndarray
-    first[0] = 5  # writable
-
-
 def test_threads_read_at_once_and_torchs_list_is_what_the_user_made_it():
-    content = objects.pickled([datetime.date(2026, 1, 1), Path("a"), np.ones(2)]).getvalue()
+    content = objects.pickled([datetime.date(2026, 1, 1), Path("a"), {np.float64(2)}]).getvalue()
     before = set(torch.serialization.get_safe_globals())
     failures: list[BaseException] = []
 
@@ -398,7 +352,9 @@ def test_threads_read_at_once_and_torchs_list_is_what_the_user_made_it():
         except BaseException as error:
             failures.append(error)
 
-    with torch.serialization.safe_globals([datetime.date, np.dtype, np.dtypes.Float64DType]):
+    array = np.arange(3.0)
+    of_numpy = [array.__reduce__()[0], np.ndarray, np.dtype, type(array.dtype), np.float64(1).__reduce__()[0]]
+    with torch.serialization.safe_globals([datetime.date, *of_numpy]):
         listed = set(torch.serialization.get_safe_globals())
         threads = [threading.Thread(target=read) for _ in range(4)]
         for thread in threads:
@@ -407,5 +363,5 @@ def test_threads_read_at_once_and_torchs_list_is_what_the_user_made_it():
             thread.join()
         assert failures == []
         assert set(torch.serialization.get_safe_globals()) == listed
-        assert objects.load(objects.pickled(np.arange(3)).getvalue()).tolist() == [0, 1, 2]
+        assert objects.load(objects.pickled(array).getvalue()).tolist() == [0, 1, 2]
     assert set(torch.serialization.get_safe_globals()) == before
