@@ -27,7 +27,6 @@ from fsdp_c.checkpoint import layout_file, metadata
 from fsdp_c.checkpoint.folder import (
     LAYOUT,
     METADATA,
-    Counted,
     Footer,
     file_of,
     read_footer,
@@ -147,8 +146,10 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
     listed = {file_of(rank): (2**40, 0) for rank in results}
     top = 0.0
     (folder / DATA).mkdir()
-    layout = Counted(layout_file.layout_content(groups, order))
-    contents = {"pickled": metadata_content(groups, order, folder, files), f"{DATA}/{LAYOUT}": layout}
+    contents = {
+        "pickled": metadata_content(groups, order, folder, files),
+        f"{DATA}/{LAYOUT}": layout_file.layout_content(groups, order),
+    }
     for name, content in contents.items():
         start = time.process_time()
         with (folder / name).open("wb") as file:
@@ -157,8 +158,8 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
                 top = max(top, resident_mb())
         times.append(time.process_time() - start)
     sizes = [(folder / name).stat().st_size / 1e6 for name in contents]
-    listed[LAYOUT] = layout.size, layout.crc32
-    whole = with_footer([(folder / "pickled").read_bytes()], Footer(DATA, listed, []))
+    listed[LAYOUT] = size_and_crc32(folder / DATA / LAYOUT)
+    whole = with_footer([(folder / "pickled").read_bytes()], Footer(DATA, listed))
     (folder / METADATA).write_bytes(b"".join(whole))
     grown += top - before
     plan_nbytes = sum(map(len, sent)) // ranks

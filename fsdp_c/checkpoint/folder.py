@@ -22,7 +22,7 @@ removes open files when another host unlinks them: a load raises then.
 
 [Note: The end of .metadata]
 fsdp_c's ``.metadata`` has a footer after its pickle, ignored by readers of pickles: a line of JSON (the data
-folder, size and CRC-32 of each file in it, replaced files of torch), and a last line with the length of the
+folder, size and CRC-32 of each file in it), and a last line with the length of the
 JSON and a CRC-32 of all bytes before. One rename thus replaces data and checksums together.
 """
 
@@ -56,7 +56,6 @@ DATA = re.compile("fsdp_c-data-[0-9a-f]{12}")  # name of a data folder
 _REMOVED = ".removed"  # suffix of a data folder's name during its removal
 _FILE = r"__[0-9]+_[0-9]+\.distcp"
 _OWN_FILE = re.compile("|".join([_FILE, re.escape(METADATA), re.escape(LAYOUT)]))
-_FILE_OF_TORCH = re.compile(rf"(?<![\w./-]){_FILE}".encode())  # spelled out in a pickle
 _LAST_LINE = re.compile(rb"fsdp_c 1 ([0-9a-f]{10}) ([0-9a-f]{8})\n")
 _LAST_LINE_NBYTES, _CRC32_NBYTES = 29, 9
 _TRIES = 100
@@ -144,13 +143,14 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return True if all data files named by ``.metadata`` exist."""
+    """Return True if ``.metadata`` exists, and, if fsdp_c wrote it, all data files that it names."""
     if not is_checkpoint(folder):
         return False
     with contextlib.suppress(CheckpointError):
         footer = read_footer(folder)
-        data, names = (folder / footer.data, footer.files) if footer else (folder, _files_of_torch(folder))
-        return all((data / name).exists() for name in names if name != LAYOUT)
+        if footer is None:
+            return True
+        return all((folder / footer.data / name).exists() for name in footer.files if name != LAYOUT)
     return False
 
 
@@ -183,29 +183,17 @@ class Footer(NamedTuple):
     data: str  # name of the data folder
     # (size, CRC-32 of all bytes except the data of pieces) of its files, by name
     files: dict[str, tuple[int, int]]
-    replaced: list[str]  # torch's files in the checkpoint's folder
     identity: tuple[int, int] = (0, 0)  # size and CRC-32 of ``.metadata``
-
-
-class Counted:
-    """Iterator over parts of a file, with their total size and CRC-32 so far."""
-
-    def __init__(self, parts: Iterable[bytes]) -> None:
-        self.parts, self.size, self.crc32 = parts, 0, 0
-
-    def __iter__(self) -> Iterator[bytes]:
-        for part in self.parts:
-            self.size += len(part)
-            self.crc32 = zlib.crc32(part, self.crc32)
-            yield part
 
 
 def with_footer(pickled: Iterable[bytes], footer: Footer) -> Iterator[bytes]:
     """Yield the parts of a ``.metadata`` with footer."""
-    text = json.dumps(footer[:3]).encode() + b"\n"
-    content = Counted(itertools.chain(pickled, (text, b"fsdp_c 1 %010x " % len(text))))
-    yield from content
-    yield b"%08x\n" % content.crc32
+    text = json.dumps(footer[:2]).encode() + b"\n"
+    crc32 = 0
+    for part in itertools.chain(pickled, (text, b"fsdp_c 1 %010x " % len(text))):
+        crc32 = zlib.crc32(part, crc32)
+        yield part
+    yield b"%08x\n" % crc32
 
 
 def read_footer(folder: Path, *, compare: bool = False) -> Footer | None:
@@ -229,10 +217,10 @@ def footer_of(file: BinaryIO, folder: Path, *, compare: bool) -> Footer | None:
         if compare and crc32_of(file, 0, size - _CRC32_NBYTES) != crc32:
             raise CheckpointError(f"{path}: damaged: its checksum is not the one in its last line")
         file.seek(max(0, size - _LAST_LINE_NBYTES - nbytes))
-        data, files, replaced = json.loads(file.read(min(nbytes, size)))
+        data, files = json.loads(file.read(min(nbytes, size)))
         names = (DATA.fullmatch(data), *map(_OWN_FILE.fullmatch, files))
         require(all(names) and all(len(info) == 2 for info in files.values()), "it names something else")
-        return Footer(data, {name: tuple(info) for name, info in files.items()}, replaced, (size, crc32))
+        return Footer(data, {name: tuple(info) for name, info in files.items()}, (size, crc32))
 
 
 def _sound_footer(folder: Path) -> Footer | None:
@@ -240,12 +228,6 @@ def _sound_footer(folder: Path) -> Footer | None:
     with contextlib.suppress(CheckpointError):
         return read_footer(folder, compare=True) if is_checkpoint(folder) else None
     return None
-
-
-def _files_of_torch(folder: Path) -> list[str]:
-    """Return the files of ranks in ``folder`` itself named by ``.metadata``, without unpickling it."""
-    content = (folder / METADATA).read_bytes() if is_checkpoint(folder) else b""
-    return sorted({name.decode() for name in _FILE_OF_TORCH.findall(content)})
 
 
 # ----------------------------------------------------------------- writing
@@ -277,12 +259,16 @@ def file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def write_file(path: Path, content: Iterable[bytes | memoryview]) -> None:
-    """Write a file and flush it to disk."""
+def write_file(path: Path, content: Iterable[bytes | memoryview]) -> tuple[int, int]:
+    """Write a file and flush it to disk. Return its size and CRC-32."""
+    size = crc32 = 0
     with path.open("wb", buffering=2**20) as file:
-        file.writelines(content)
+        for part in content:
+            file.write(part)
+            size, crc32 = size + len(part), zlib.crc32(part, crc32)
         file.flush()
         os.fsync(file.fileno())
+    return size, crc32
 
 
 def size_and_crc32(path: Path) -> tuple[int, int]:
@@ -298,8 +284,7 @@ def publish(data: Path, pickled: Iterable[bytes], files: dict[str, tuple[int, in
     ``files``: see ``Footer``.
     """
     path, old = data.parent, _sound_footer(data.parent)
-    replaced = [] if old else _files_of_torch(path)
-    write_file(data / METADATA, with_footer(pickled, Footer(data.name, files, replaced)))
+    write_file(data / METADATA, with_footer(pickled, Footer(data.name, files)))
     sync_folder(data)
     sync_folder(path)
     os.rename(data / METADATA, path / METADATA)
@@ -314,7 +299,7 @@ def publish(data: Path, pickled: Iterable[bytes], files: dict[str, tuple[int, in
         return
     if old:
         _remove(path / old.data)
-    _remove_files(path, replaced)
+    _remove_files_of_torch(path)
 
 
 def sync_folder(path: Path) -> None:
@@ -409,31 +394,35 @@ def remove_checkpoint(path: Path) -> None:
         (path / METADATA).unlink(missing_ok=True)  # not a checkpoint from here on
         for data in _data_in(path):
             _remove(data)
-        _remove_files(path, [each.name for each in path.iterdir()])
+        _remove_files_of_torch(path)
     with contextlib.suppress(OSError):
         path.rmdir()
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove data of killed saves: all that ``.metadata`` does not name, unless it is damaged."""
+    """Remove data of killed saves and of replaced checkpoints: all that ``.metadata`` does not name."""
     footer = _sound_footer(path)
-    if is_checkpoint(path) and footer is None:
-        if not _files_of_torch(path) or not is_whole(path):
-            return
+    if is_checkpoint(path) and footer is None and not _files_of_torch(path):
+        return  # damaged: its data may be the only copy
     for data in _data_in(path):
         if footer is None or data.name != footer.data:
             _remove(data)
-    _remove_files(path, footer.replaced if footer else [])
+    if footer is not None:
+        _remove_files_of_torch(path)
 
 
 def _data_in(path: Path) -> list[Path]:
     return [each for each in path.iterdir() if re.fullmatch(f"{DATA.pattern}({_REMOVED})?", each.name)]
 
 
-def _remove_files(path: Path, names: Iterable[str]) -> None:
-    for name in names:
-        if re.fullmatch(_FILE, name):
-            (path / name).unlink(missing_ok=True)
+def _files_of_torch(path: Path) -> list[Path]:
+    """Return the files that torch's DCP writes into the checkpoint's folder itself."""
+    return [each for each in path.iterdir() if re.fullmatch(_FILE, each.name)]
+
+
+def _remove_files_of_torch(path: Path) -> None:
+    for each in _files_of_torch(path):
+        each.unlink(missing_ok=True)
 
 
 def _remove(data: Path) -> None:

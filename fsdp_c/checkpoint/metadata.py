@@ -189,14 +189,9 @@ class Checkpoint:
             ) from error
 
     def close(self) -> None:
-        """Close the files that are kept open."""
+        """Close all files."""
         _close_all(self.held)
-
-    def let_go(self) -> None:
-        """Free the source data of chunks, once all required chunks exist."""
-        for entry in self.entries.values():
-            if isinstance(entry, TensorEntry):
-                del entry.find
+        self.entries = {}  # their readers hold the layout's file
 
 
 def _close_all(files: dict[str, BinaryIO]) -> None:

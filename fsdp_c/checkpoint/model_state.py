@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -45,48 +43,19 @@ def model_state(model: nn.Module) -> StateDict:
     return _model_state(model, as_saved=False)
 
 
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (prefix, module) for every module at each of its places."""
-    uncompiled = uncompiled_names(model)
-    for path, module in model.named_modules(remove_duplicate=False):
-        yield uncompiled(clean_name(f"{path}.")) if path else "", module
-
-
-def uncompiled_names(model: nn.Module) -> Callable[[str], str]:
-    """Return a function that removes torch.compile's prefixes in ``model`` from names.
-
-    A user's own ``_orig_mod`` is kept.
-    """
-    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if eval_frame is None:
-        return lambda name: name  # no compiled modules
-    modules = model.named_modules(remove_duplicate=False)
-    compiled = [path for path, module in modules if isinstance(module, eval_frame.OptimizedModule)]
-    prefixes = sorted((clean_name(f"{path}.") if path else "" for path in compiled), key=len, reverse=True)
-
-    def uncompiled(name: str) -> str:
-        for prefix in prefixes:
-            if name.startswith(f"{prefix}_orig_mod."):
-                name = prefix + name.removeprefix(f"{prefix}_orig_mod.")
-        return name
-
-    return uncompiled
-
-
 _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")
 
 
-def uncompiled_keys(own: Iterable[str]) -> Callable[[str], str]:
-    """Return a function that removes torch.compile's prefixes from a checkpoint's keys. ``own``: names in the model."""
-    kept = [name for name in own if _COMPILED.search(name)]
+def uncompiled(name: str) -> str:
+    """Return the name of a parameter or module without torch.compile's prefixes. Names in extra state are kept."""
+    of_model, mark, of_module = name.partition(EXTRA_STATE)
+    return _COMPILED.sub("", of_model) + mark + of_module
 
-    def uncompiled(key: str) -> str:
-        if "_orig_mod." not in key or any(f".{name}." in f".{key}." for name in kept):
-            return key
-        of_model, mark, of_module = key.partition(EXTRA_STATE)
-        return _COMPILED.sub("", of_model) + mark + of_module
 
-    return uncompiled
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (prefix, module) for every module at each of its places."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        yield uncompiled(clean_name(f"{path}.")) if path else "", module
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import Checkpoint, PathInDict, TensorEntry
-from fsdp_c.checkpoint.model_state import part_value, uncompiled_keys, uncompiled_names
+from fsdp_c.checkpoint.model_state import part_value, uncompiled
 from fsdp_c.checkpoint.planning import path_below
 from fsdp_c.checkpoint.storage import put_at
 from fsdp_c.checkpoint.values import RangeTensor, in_box, mapped_tensors, whole_value
@@ -36,13 +36,9 @@ from fsdp_c.state.whole_state import WholeState
 
 def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
     """Return the parameters that an optimizer of ``model`` may hold, also for a model without units."""
-    uncompiled = uncompiled_names(model)
     if units_of(model):
         known = OptimParams(model).by_param
-        for param, each in known.items():
-            if (fqns := tuple(map(uncompiled, each.fqns))) != each.fqns:
-                known[param] = each._replace(fqns=fqns)
-        return known
+        return {param: each._replace(fqns=tuple(map(uncompiled, each.fqns))) for param, each in known.items()}
     names: dict[nn.Parameter, str] = {}
     for name, param in model.named_parameters():
         names.setdefault(param, uncompiled(clean_name(name)))
@@ -420,8 +416,6 @@ class OptimTarget:
                     f"{self.checkpoint.folder}: {key} is {type(value).__name__}, and no group"
                 )
             put_at(self.checkpoint, key, saved.setdefault(owner, {}), tuple(rest), value)
-        own = [fqn for params in self.groups for _, known in params for fqn in known.fqns]
-        uncompiled = uncompiled_keys(own)
         by_fqn = {
             uncompiled(fqn): group for group in saved.values() for fqn in group.get("params", ())
         } or saved

@@ -33,7 +33,6 @@ _COPY_NBYTES = 8 * 2**20
 _READ_NBYTES = 2**20
 _ALIGNMENT = 64
 _DATA = b"archive/data/0"
-_ZIP32_LIMIT = 2**32 - 2**16
 
 
 def memory(tensor: Tensor) -> memoryview:
@@ -80,14 +79,10 @@ class FileWriter:
         self.size += len(content)
 
     def write_tensor(self, tensor: Tensor) -> tuple[int, int, int]:
-        """Append a dense CPU tensor. Return (start of the piece, bytes before its data, CRC-32 of the data).
+        """Append a dense CPU tensor of at most MAX_NBYTES.
 
-        Raises ValueError for a tensor too large for a zip archive without extensions.
+        Return (start of the piece, bytes before its data, CRC-32 of the data).
         """
-        if tensor.nbytes > _ZIP32_LIMIT:
-            raise ValueError(
-                f"a piece of {tensor.nbytes} bytes: divide it into pieces of at most {MAX_NBYTES} bytes"
-            )
         data, start = memory(tensor), self.size
         crc32 = zlib.crc32(data)
         head, tail = _framing(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -44,7 +44,7 @@ from fsdp_c.checkpoint.model_state import (
     params_of_script,
     set_extra_state,
     show_loaded,
-    uncompiled_keys,
+    uncompiled,
 )
 from fsdp_c.checkpoint.objects import plain
 from fsdp_c.checkpoint.optim_state import Optimizers, OptimTarget, as_list, optim_state
@@ -355,7 +355,7 @@ class _Loading:
         self.model = model
         self.own = model_state(model)
         self.checkpoint = read()
-        _rename_uncompiled(self.checkpoint, self.own)
+        _rename_uncompiled(self.checkpoint)
         self.targets: dict[str, Tensor] = {}  # memory to read into, by key
         self.nested: dict[str, str] = {}  # keys of modules' extra state, by its name
         prefix = f"{model_key}." if model_key else ""
@@ -374,7 +374,6 @@ class _Loading:
             optim.check()
         self.own_state = {name: read_nested(self.checkpoint, key) for name, key in self.nested.items()}
         self.extra: StateDict = read_nested(self.checkpoint, EXTRA) or {}
-        self.checkpoint.let_go()
 
     def _add_model(self, model: nn.Module, prefix: str, others: set[str], strict: bool) -> None:
         expected = {prefix + name: value for name, value in self.own.items()}
@@ -455,23 +454,20 @@ class _Loading:
         return self.extra
 
 
-def _rename_uncompiled(checkpoint: Checkpoint, own: Iterable[str]) -> None:
-    """Rename entries to the names of an uncompiled model."""
-    uncompiled = uncompiled_keys(own)
-    keys: dict[str, str] = {}
+def _rename_uncompiled(checkpoint: Checkpoint) -> None:
+    """Rename entries, unless two would have one name, to the names of an uncompiled model."""
+    renamed: dict[str, str] = {}
     for key in checkpoint.entries:
         new = key if key.startswith(f"{EXTRA}.") else uncompiled(key)
-        if new != key and new not in checkpoint.entries:
-            keys.setdefault(new, key)
-    renamed = {key: new for new, key in keys.items()}
+        if new not in checkpoint.entries and new not in renamed.values():
+            renamed[key] = new
 
     def path_of(key: str, path: PathInDict) -> PathInDict:
         if key not in renamed:
             return path
         names = next((index + 1 for index, each in enumerate(path) if EXTRA_STATE in str(each)), len(path))
-        return (
-            tuple(uncompiled(each) if isinstance(each, str) else each for each in path[:names]) + path[names:]
-        )
+        renamed_part = (uncompiled(each) if isinstance(each, str) else each for each in path[:names])
+        return (*renamed_part, *path[names:])
 
     if renamed:
         checkpoint.entries = {renamed.get(key, key): entry for key, entry in checkpoint.entries.items()}

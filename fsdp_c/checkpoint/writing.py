@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, Counted, file_of, publish, write_file
+from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, file_of, publish, write_file
 from fsdp_c.checkpoint.layout_file import layout_content
 from fsdp_c.checkpoint.metadata import PathInDict
-from fsdp_c.checkpoint.model_state import uncompiled_names
+from fsdp_c.checkpoint.model_state import uncompiled
 from fsdp_c.checkpoint.objects import pickled
 from fsdp_c.checkpoint.pieces import FileWriter, in_memory, is_dense, memory
 from fsdp_c.checkpoint.planning import (
@@ -149,9 +149,7 @@ class Writer:
         """
         by_rank = {rank: each for rank, each in enumerate(results) if each is not None}
         put_records(self.planned, by_rank)
-        layout = Counted(layout_content(self.planned.groups, [*self.state]))
-        write_file(self.data / LAYOUT, layout)
-        files = {LAYOUT: (layout.size, layout.crc32)}
+        files = {LAYOUT: write_file(self.data / LAYOUT, layout_content(self.planned.groups, [*self.state]))}
         for rank, each in by_rank.items():
             self._check_is_there(self.data / file_of(rank), each.size)
             files[file_of(rank)] = each.size, each.framing_crc32
@@ -196,7 +194,6 @@ class HeldUnit(NamedTuple):
 
 def units_of_some(model: nn.Module, count: int) -> list[HeldUnit]:
     """Return the units held by fewer than ``count`` ranks. Ranks of tensor parallelism are in one group."""
-    uncompiled = uncompiled_names(model)
     found = []
     for path, module in units_with_paths(model):
         if module._handle is not None and (holders := Holders.of(module)).size < count:

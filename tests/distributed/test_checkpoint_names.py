@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import StateDictType
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, saving
+from fsdp_c.checkpoint import saving
 from fsdp_c.checkpoint.storage import read_checkpoint
 from tests.distributed.test_checkpoint import (
     assert_same_tensors,
@@ -182,49 +182,6 @@ def test_names_are_those_of_torchs_get_state_dict_and_both_load(how):
     assert_same_tensors({name: expected[name] for name in found}, found)
 
 
-class Holder(nn.Module):
-    """A user's module that calls a child what torch.compile calls its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._orig_mod = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._orig_mod(x)
-
-
-@on_ranks(2, timeout_s=180)
-def test_an_orig_mod_of_the_users_stays():
-    """As in torch's get_model_state_dict, which strips it where torch.compile has put it alone."""
-    folder = folder_of_ranks()
-
-    def build(seed: int, is_compiled: bool) -> Any:
-        torch.manual_seed(seed)
-        model = wrap(nn.Sequential(Holder()), True, auto_wrap_policy=None)
-        return compiled(model) if is_compiled else model
-
-    names = {"0._orig_mod.weight", "0._orig_mod.bias"}
-    for is_compiled in (False, True):
-        model = build(1, is_compiled)
-        assert set(checkpoint.model_state(model)) == names
-        optimizer = stepped(model)
-        checkpoint.save(model, optimizer, folder / str(is_compiled))
-        assert set(checkpoint.optim_state(model, optimizer)["state"]) <= names
-        for other in (False, True):
-            again = build(2, other)
-            own = stepped(again)
-            checkpoint.load(again, own, folder / str(is_compiled))
-            assert torch.equal(
-                checkpoint.model_state(again)["0._orig_mod.weight"].local,
-                checkpoint.model_state(model)["0._orig_mod.weight"].local,
-            )
-    # a checkpoint that has it is not one that lacks it
-    without = wrap(nn.Sequential(nn.Linear(3, 3)), True, auto_wrap_policy=None)
-    checkpoint.save(without, None, folder / "without")
-    with pytest.raises(CheckpointError, match="model.0._orig_mod.weight is missing"):
-        checkpoint.load(build(2, False), None, folder / "without")
-
-
 def test_a_name_that_would_stand_twice_is_left_alone():
     class Entry:
         pass
@@ -241,6 +198,6 @@ def test_a_name_that_would_stand_twice_is_left_alone():
     renamed = Checkpoint(Path(), None, (0, 0))
     renamed.entries = {key: Entry() for key in keys}
     renamed.paths = {key: tuple(key.split(".", 1)) for key in keys}
-    saving._rename_uncompiled(renamed, ["a.w", "b"])
+    saving._rename_uncompiled(renamed)
     assert set(renamed.entries) == {*keys} - {"model._orig_mod.b"} | {"model.b"} == set(renamed.paths)
     assert renamed.paths["model.b"] == ("model", "b")

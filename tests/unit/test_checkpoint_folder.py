@@ -86,7 +86,6 @@ def test_what_is_not_the_checkpoints_stays(tmp_path: Path) -> None:
         "notes.txt": "x",
         "config.json": "{}",
         "checksums.json": "y",
-        "__7_0.distcp": "of nobody",
         "__0.metadata": "z",
         "data-202401010000/0": "0",
         "fsdp_c-data-0123456789ab/notes": "n",
@@ -315,7 +314,6 @@ def test_no_name_at_the_end_of_metadata_leads_out(tmp_path: Path) -> None:
     content = (path / ".metadata").read_bytes()
     sound = folder.read_footer(path)
     assert sound is not None
-    replaced = sound._replace(replaced=["../__0_0.distcp", "notes.txt", "", ".", ".."])
     for forged in (
         sound._replace(data=".."),
         sound._replace(data="."),
@@ -325,8 +323,6 @@ def test_no_name_at_the_end_of_metadata_leads_out(tmp_path: Path) -> None:
         (path / ".metadata").write_bytes(b"".join(folder.with_footer([content], forged)))
         with pytest.raises(CheckpointError, match=r"\.metadata: damaged at its end"):
             loaded(path)
-    (path / ".metadata").write_bytes(b"".join(folder.with_footer([content], replaced)))
-    assert loaded(path) == 1
     save(path, 2)
     assert (tmp_path / "__0_0.distcp").exists() and (path / "notes.txt").exists()
 
