@@ -23,12 +23,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import PathInDict
+from fsdp_c.checkpoint.model_state import EXTRA
 from fsdp_c.checkpoint.objects import Pickled
 from fsdp_c.checkpoint.values import RangeTensor
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names
 
-EXTRA = "extra"  # key in a checkpoint
 _ALIGNMENT = 64
 
 

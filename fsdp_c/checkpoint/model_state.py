@@ -25,6 +25,7 @@ from fsdp_c.state.sharded_values import ParamLayout, split_shard
 from fsdp_c.state.state_dict_saving import local_shard
 from fsdp_c.training.unshard_params import check_idle
 
+EXTRA = "extra"  # key of the script's own values in a checkpoint
 EXTRA_STATE = "_extra_state"
 
 

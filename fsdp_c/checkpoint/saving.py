@@ -1,23 +1,17 @@
-"""``save`` and ``load``: the entry points for training scripts."""
+"""``save``: writes this rank's part of a model and its optimizers, and publishes the checkpoint."""
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-from torch.distributed.checkpoint.utils import find_tensor_shard
-from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store
 
 from fsdp_c import _C
 from fsdp_c.checkpoint import background as in_background
@@ -27,38 +21,22 @@ from fsdp_c.checkpoint.folder import (
     StrPath,
     absolute,
     check_keep,
-    check_path,
     check_target,
     new_data,
     remove_older,
-    unless_replaced,
 )
-from fsdp_c.checkpoint.host_copies import EXTRA, HostCopies
-from fsdp_c.checkpoint.metadata import Checkpoint, PathInDict, TensorEntry
-from fsdp_c.checkpoint.model_state import (
-    EXTRA_STATE,
-    _model_state,
-    extra_state_takers,
-    is_extra_state,
-    model_state,
-    params_of_script,
-    set_extra_state,
-    show_loaded,
-    uncompiled,
-)
+from fsdp_c.checkpoint.host_copies import HostCopies
+from fsdp_c.checkpoint.metadata import PathInDict
+from fsdp_c.checkpoint.model_state import EXTRA, _model_state, params_of_script
 from fsdp_c.checkpoint.objects import plain
-from fsdp_c.checkpoint.optim_state import Optimizers, OptimTarget, as_list, optim_state
-from fsdp_c.checkpoint.storage import Item, items_of, read_checkpoint, read_entries, read_items, read_nested
+from fsdp_c.checkpoint.optim_state import Optimizers, optim_state
+from fsdp_c.checkpoint.rank_group import RankGroup
 from fsdp_c.checkpoint.values import TOO_DEEP, mapped_tensors, whole_value
 from fsdp_c.checkpoint.writing import HeldUnit, Writer, contested, units_of_some
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import ranks_text
-from fsdp_c.sharding.common import tell
 from fsdp_c.sharding.holders import group_of_model, ranks_of
-from fsdp_c.tools import collective_errors, phases
-
-T = TypeVar("T")
-_TRIES = 100  # attempts to agree on one checkpoint on all ranks, during other saves
+from fsdp_c.tools import phases
 
 
 @phases.enter(_C.PROGRESS_SAVE)
@@ -105,7 +83,7 @@ def save(
     """
     in_background.finish()
     own_group = process_group or group_of_model(model)
-    target, ranks = absolute(path), _Ranks(own_group)
+    target, ranks = absolute(path), RankGroup(own_group)
     check_keep(target, keep)
     count = dist.get_world_size(own_group) if ranks.is_distributed else 1
     if count > 1 and dist.get_backend(own_group) == "fake":
@@ -123,12 +101,14 @@ def save(
     if not background:
         _write(path, target, state, ranks, keep)
         return BackgroundSave(f"saving {target}")
-    beside = _Ranks(in_background.gloo_group(own_group) if ranks.is_distributed else None)
+    beside = RankGroup(in_background.gloo_group(own_group) if ranks.is_distributed else None)
     copies = _copies(state, model)
     return in_background.start(f"saving {target}", lambda: _write(path, target, copies, beside, keep))
 
 
-def _write(path: StrPath, target: Path, made: Callable[[], _State], ranks: _Ranks, keep: int | None) -> None:
+def _write(
+    path: StrPath, target: Path, made: Callable[[], _State], ranks: RankGroup, keep: int | None
+) -> None:
     what = f"saving {target}"
     with ExitStack() as stack:
 
@@ -150,114 +130,6 @@ def _write(path: StrPath, target: Path, made: Callable[[], _State], ranks: _Rank
                     remove_older(target, keep)
 
         ranks.agree(what, finish, is_callers=False)
-
-
-@phases.enter(_C.PROGRESS_LOAD)
-def load(
-    model: nn.Module,
-    optimizer: Optimizers | None,
-    path: StrPath,
-    *,
-    strict: bool = True,
-    model_key: str = "model",
-    optim_key: str = "optim",
-    process_group: dist.ProcessGroup | None = None,
-) -> StateDict:
-    """Load a checkpoint written by ``save``, or by torch's DCP, from ``path``. Return ``extra``.
-
-    Each rank reads the parts that it holds into its shards, for any number of ranks, wrapping and strategy of
-    the saved model. State that the optimizer lacks is created, without a step. All data read is verified by
-    its checksum if fsdp_c wrote the checkpoint. Names that only the model or only the checkpoint has are
-    ignored without ``strict``. The model's names are at the top level for an empty ``model_key``.
-
-    Collective over ``process_group`` (default: the ranks that hold the model's units). Raises CheckpointError
-    on every rank, naming the failed rank. Model, optimizer and its groups are then unchanged on every rank,
-    unless the error was in the data of tensors, which are read into place, or in a module's
-    set_extra_state(): docs/checkpoints.md lists the resulting states.
-    """
-    in_background.finish(raises=False)
-    ranks = _Ranks(process_group or group_of_model(model))
-    what = f"loading {os.fspath(path)}"
-
-    def prepare() -> _Loading:
-        check_path(path)
-        read = functools.partial(read_checkpoint, Path(path), compare=ranks.is_first)
-        make = functools.partial(_Loading, model, optimizer, read, model_key, optim_key, strict)
-        return unless_replaced(Path(path), make)
-
-    for _ in range(_TRIES):
-        loading, found = ranks.agree(what, prepare, lambda loading: loading.checkpoint.identity)
-        if len({*found}) == 1:
-            break
-        loading.checkpoint.close()
-    else:
-        raise CheckpointError(f"{what} failed: ranks found different checkpoints there, {_TRIES} times")
-    with closing(loading.checkpoint):
-        ranks.agree(what, loading.read_tensors)
-    ranks.agree(what, loading.show)
-    return loading.finish()
-
-
-# ----------------------------------------------------------------- agreement of ranks
-
-
-class _Ranks:
-    """The ranks that save or load together; one without a process group."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.is_distributed = dist.is_available() and dist.is_initialized()
-        self.group = (group or _get_default_group()) if self.is_distributed else None
-        self.rank = 0 if self.group is None else self.group.rank()
-        self.is_first = self.rank == 0
-
-    def agree(
-        self,
-        what: str,
-        work: Callable[[], T],
-        share: Callable[[T], Any] = lambda _: None,
-        *,
-        is_callers: bool = True,
-    ) -> tuple[T, list[Any]]:
-        """Run ``work``. Return its result and all ranks' shared values. An exception on one rank is raised on all.
-
-        ``is_callers``: raise an exception of one type on all ranks, the caller's mistake, unchanged.
-        """
-        result, error, shared = None, None, None
-        try:
-            result = work()
-            shared = share(result)
-        except Exception as caught:
-            error = caught
-        with collective_errors.explained(what):
-            own = (type(error).__name__, _text(error)) if error else None, shared
-            everything = [own] if self.group is None else tell(own, self.group)
-        kinds = {failed[0] if failed else None for failed, _ in everything}
-        if error is not None and is_callers and len(kinds) == 1:
-            raise error
-        ranks: dict[str, int] = {}  # first rank with an error, by its text
-        for rank, (failed, _) in enumerate(everything):
-            if failed:
-                ranks.setdefault(failed[1], rank)
-        if ranks:
-            lines = [f"{what} failed on rank {rank}: {text}" for text, rank in ranks.items()]
-            raise CheckpointError("\n".join(lines)) from error
-        return result, [one for _, one in everything]  # type: ignore[return-value]  # set if no rank has an error
-
-    def gather(self, what: str, value: T) -> list[T] | None:
-        """Return the values of all ranks on the first one, None on others."""
-        if self.group is None:
-            return [value]
-        told = [value] * self.group.size() if self.is_first else None
-        with collective_errors.explained(what):
-            dist.gather_object(value, told, group=self.group, group_dst=0)
-        return told
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-# ----------------------------------------------------------------- saving
 
 
 class _State(NamedTuple):
@@ -334,143 +206,3 @@ def _plain_values(values: StateDict) -> StateDict:
         except RecursionError:
             raise ValueError(f"{name} {TOO_DEEP}") from None
     return made
-
-
-# ----------------------------------------------------------------- loading
-
-
-class _Loading:
-    """One ``load``. Its construction reads and checks everything except tensors of the model and the optimizer."""
-
-    @torch.no_grad()
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizers | None,
-        read: Callable[[], Checkpoint],
-        model_key: str,
-        optim_key: str,
-        strict: bool,
-    ) -> None:
-        self.model = model
-        self.own = model_state(model)
-        self.checkpoint = read()
-        _rename_uncompiled(self.checkpoint)
-        self.targets: dict[str, Tensor] = {}  # memory to read into, by key
-        self.nested: dict[str, str] = {}  # keys of modules' extra state, by its name
-        prefix = f"{model_key}." if model_key else ""
-        self._add_model(model, prefix, set() if prefix else {EXTRA, optim_key}, strict)
-        self.optims: list[OptimTarget] = []
-        for each in [] if optimizer is None else as_list(optimizer):
-            first_group = sum(len(optim.groups) for optim in self.optims)
-            self.optims.append(OptimTarget(model, each, self.checkpoint, optim_key, first_group))
-            self.targets.update(self.optims[-1].tensors)
-        if strict:
-            self._check_strangers()
-        self.items = {key: self._read_items(key, target) for key, target in self.targets.items()}
-        self.checkpoint.hold(item.chunk.file for items in self.items.values() for item in items)
-        for optim in self.optims:
-            optim.values |= read_entries(self.checkpoint, optim.early_keys)
-            optim.check()
-        self.own_state = {name: read_nested(self.checkpoint, key) for name, key in self.nested.items()}
-        self.extra: StateDict = read_nested(self.checkpoint, EXTRA) or {}
-
-    def _add_model(self, model: nn.Module, prefix: str, others: set[str], strict: bool) -> None:
-        expected = {prefix + name: value for name, value in self.own.items()}
-        entries = self.checkpoint.entries
-        own = {key: expected.pop(key) for key in [*expected] if is_extra_state(key)}
-        takers = {prefix + name for name in extra_state_takers(model)}
-        missing, errors = [], []
-        for key, value in expected.items():
-            entry, shape = entries.get(key), tuple(value.shape)
-            if entry is None:
-                missing.append(key)
-            elif not isinstance(entry, TensorEntry):
-                errors.append(f"{key} is no tensor in the checkpoint")
-            elif entry.shape != shape:
-                errors.append(f"{key} has shape {entry.shape} in the checkpoint, {shape} in the model")
-            else:
-                self.targets[key] = value
-        for key in dict.fromkeys([*own, *takers]):
-            if any(each == key or each.startswith(f"{key}.") for each in entries):
-                if key in takers:
-                    self.nested[key.removeprefix(prefix)] = key
-                elif strict:
-                    errors.append(f"{key} is unexpected: the module that has it has no set_extra_state()")
-            elif key in takers and flatten_state_dict({key: own.get(key)})[0]:  # {} is saved as nothing
-                missing.append(key)
-        if strict:
-            errors += [f"{key} is missing" for key in missing]
-            known = {*expected, *own, *takers}
-            below = tuple(f"{key}." for key in {*own, *takers, *others})
-            errors += [
-                f"{key} is unexpected"
-                for key in entries
-                if key.startswith(prefix) and key not in known and not key.startswith(below)
-            ]
-        if errors:
-            shown = errors if len(errors) <= 16 else [*errors[:16], f"and {len(errors) - 16} more"]
-            raise CheckpointError("\n\t".join([f"{self.checkpoint.folder} does not fit the model:", *shown]))
-
-    def _check_strangers(self) -> None:
-        strangers = [optim.strangers() for optim in self.optims]
-        if of_none := sorted(set.intersection(*strangers) if strangers else ()):
-            optimizers = "this optimizer does" if len(strangers) == 1 else "these optimizers do"
-            raise CheckpointError(
-                f"{self.checkpoint.folder} has optimizer state of {of_none[:8]}, which {optimizers} not hold"
-            )
-
-    def _read_items(self, key: str, target: Tensor) -> list[Item]:
-        items: list[Item] = []
-        numel = 0
-        for box in _create_chunk_list(target):
-            if box.sizes.numel():
-                numel += box.sizes.numel()
-                memory = find_tensor_shard(target, MetadataIndex(key, box.offsets)).detach()
-                items += items_of(key, self.checkpoint.tensor(key), box.offsets, memory)
-        found = sum(item.target.numel() for item in items)
-        if found != numel:
-            raise CheckpointError(
-                f"{self.checkpoint.folder}: {found} of {numel} elements wanted of {key} are there"
-            )
-        return items
-
-    @torch.no_grad()
-    def read_tensors(self) -> None:
-        """Read into the model's and the optimizer's own memory, which changes from here on."""
-        read_items(self.checkpoint, (item for each in self.items.values() for item in each))
-
-    @torch.no_grad()
-    def show(self) -> None:
-        """Make the modules use the loaded values, also by their set_extra_state()."""
-        show_loaded(self.model)
-        set_extra_state(self.model, self.own_state)
-
-    @torch.no_grad()
-    def finish(self) -> StateDict:
-        """Apply optimizer state, once no rank can fail any more."""
-        for optim in self.optims:
-            optim.apply()
-        return self.extra
-
-
-def _rename_uncompiled(checkpoint: Checkpoint) -> None:
-    """Rename entries, unless two would have one name, to the names of an uncompiled model."""
-    renamed: dict[str, str] = {}
-    for key in checkpoint.entries:
-        new = key if key.startswith(f"{EXTRA}.") else uncompiled(key)
-        if new not in checkpoint.entries and new not in renamed.values():
-            renamed[key] = new
-
-    def path_of(key: str, path: PathInDict) -> PathInDict:
-        if key not in renamed:
-            return path
-        names = next((index + 1 for index, each in enumerate(path) if EXTRA_STATE in str(each)), len(path))
-        renamed_part = (uncompiled(each) if isinstance(each, str) else each for each in path[:names])
-        return (*renamed_part, *path[names:])
-
-    if renamed:
-        checkpoint.entries = {renamed.get(key, key): entry for key, entry in checkpoint.entries.items()}
-        checkpoint.paths = {
-            renamed.get(key, key): path_of(key, path) for key, path in checkpoint.paths.items()
-        }

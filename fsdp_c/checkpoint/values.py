@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,9 +92,15 @@ class RangeTensor(Tensor):
 
     @functools.cached_property
     def boxes(self) -> dict[Offsets, Tensor]:
-        """Views of ``local`` in the shapes of the boxes, by the boxes' offsets."""
-        is_nothing = not self.local.numel() and self.shape.numel()
-        return {} if is_nothing else dict(boxes_of(self.local, self.held))
+        """Views of ``local`` in the shapes of the boxes, by the boxes' offsets. None is larger than a piece."""
+        found: dict[Offsets, Tensor] = {}
+        at = 0
+        if self.local.numel() or not self.shape.numel():
+            for box in self.held.boxes():
+                own = self.local[at : at + box.numel]
+                found[box.offsets] = from_memory_order(own, box.sizes, self.order)
+                at += box.numel
+        return found
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's idiom
 
@@ -174,14 +180,6 @@ def _refuse_safetensors_writer(fqn: str, shape: torch.Size, boxes: Collection[Te
 
 def _chunk(offsets: Offsets, box: Tensor) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), box.shape)
-
-
-def boxes_of(local: Tensor, held: Held) -> Iterator[tuple[Offsets, Tensor]]:
-    """Yield (offsets, view of ``local``) of the boxes of a range, none larger than a piece."""
-    at = 0
-    for box in held.boxes():
-        yield box.offsets, from_memory_order(local[at : at + box.numel], box.sizes, held.order)
-        at += box.numel
 
 
 def box_of_rank(spec: DTensorSpec) -> Box:

@@ -219,7 +219,9 @@ def test_damaged_tensors_of_one_rank_leave_groups_and_extra_state_of_all(rank):
 def test_damage_that_is_found_first_leaves_everything_on_all_ranks(rank, what):
     path = saved(*made(1)[:2], extra={"note": "text"})
     file, at, error = path / METADATA, (path / METADATA).stat().st_size // 2, "are damaged"
-    failing = mock.patch("fsdp_c.checkpoint.saving.read_nested", side_effect=OSError(5, "Input/output error"))
+    failing = mock.patch(
+        "fsdp_c.checkpoint.loading.read_nested", side_effect=OSError(5, "Input/output error")
+    )
     if what == METADATA:
         error = rf"failed on rank 0: {re.escape(str(path / METADATA))}: damaged"
     elif what == LAYOUT:  # in bytes that no rank need read

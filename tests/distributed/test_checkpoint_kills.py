@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import fsdp_c
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import saving
+from fsdp_c.checkpoint import loading
 from tests.checkpoints import loaded_version, model_of, plain, save_version, save_versions
 from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.ranks import device, on_ranks
@@ -113,7 +113,7 @@ def replace(path: Path, other: Path) -> None:
 def test_ranks_that_found_different_checkpoints_begin_anew(rank: int) -> None:
     folder = folder_of_ranks()
     path, other = folder / "ckpt", folder / "other"
-    original, reads = saving.read_checkpoint, []
+    original, reads = loading.read_checkpoint, []
     for version, target in ((1, path), (2, path), (3, path)):
         if version == 3 and rank == 0:
             shutil.copytree(path, other)
@@ -134,7 +134,7 @@ def test_ranks_that_found_different_checkpoints_begin_anew(rank: int) -> None:
             time.sleep(0.01)  # until rank 1 has replaced the one that it found
         return original(path, **options)
 
-    with mock.patch.object(saving, "read_checkpoint", read):
+    with mock.patch.object(loading, "read_checkpoint", read):
         found = checkpoint.load(model, None, path)
     assert found == {"version": 3} and len(reads) == 2
     assert all((param == 3).all() for param in model.parameters())

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import StateDictType
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import saving
+from fsdp_c.checkpoint import loading
 from fsdp_c.checkpoint.storage import read_checkpoint
 from tests.distributed.test_checkpoint import (
     assert_same_tensors,
@@ -198,6 +198,6 @@ def test_a_name_that_would_stand_twice_is_left_alone():
     renamed = Checkpoint(Path(), None, (0, 0))
     renamed.entries = {key: Entry() for key in keys}
     renamed.paths = {key: tuple(key.split(".", 1)) for key in keys}
-    saving._rename_uncompiled(renamed)
+    loading._rename_uncompiled(renamed)
     assert set(renamed.entries) == {*keys} - {"model._orig_mod.b"} | {"model.b"} == set(renamed.paths)
     assert renamed.paths["model.b"] == ("model", "b")

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, cli, folder, layout_file, metadata, saving, storage
+from fsdp_c.checkpoint import CheckpointError, cli, folder, layout_file, loading, metadata, saving, storage
 from tests.processes import as_nobody
 
 pytestmark = [
@@ -428,7 +428,7 @@ def once(work: Callable[[], None], original: Callable[..., Any]) -> Callable[...
         (storage, "read_layout"),
         (layout_file, "size_and_crc32"),
         (layout_file._Layout, "read"),
-        (saving, "read_checkpoint"),
+        (loading, "read_checkpoint"),
     ],
 )
 def test_a_load_whose_checkpoint_is_replaced_begins_anew(owner: Any, at: str, tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def test_a_load_whose_checkpoint_is_replaced_begins_anew(owner: Any, at: str, tm
     original = getattr(owner, at)
     with mock.patch.object(owner, at, once(lambda: save(path, 2), original)):
         assert loaded(path) == 2
-    if owner is not saving:
+    if owner is not loading:
         with mock.patch.object(owner, at, once(lambda: save(path, 3), original)):
             assert cli.main(["verify", str(path)]) == 0
 
@@ -445,13 +445,13 @@ def test_a_load_whose_checkpoint_is_replaced_begins_anew(owner: Any, at: str, tm
 def test_a_load_reads_what_it_found_whatever_takes_its_place(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     save(path, 1)
-    read = saving._Loading.read_tensors
+    read = loading._Loading.read_tensors
 
     def replaced(self: Any) -> Any:
         save(path, 2)
         return read(self)
 
-    with mock.patch.object(saving._Loading, "read_tensors", replaced):
+    with mock.patch.object(loading._Loading, "read_tensors", replaced):
         assert loaded(path) == 1
     assert loaded(path) == 2
     before = set(os.listdir("/proc/self/fd"))
@@ -477,7 +477,7 @@ def test_a_file_that_is_missing_is_no_reason_to_begin_anew(tmp_path: Path) -> No
     save(path, 1)
     (file,) = path.rglob("*.distcp")
     file.unlink()
-    with mock.patch.object(saving, "read_checkpoint", wraps=saving.read_checkpoint) as reading:
+    with mock.patch.object(loading, "read_checkpoint", wraps=loading.read_checkpoint) as reading:
         with pytest.raises(CheckpointError, match="__0_0.distcp: missing"):
             loaded(path)
     assert reading.call_count == 1

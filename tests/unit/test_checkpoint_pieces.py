@@ -17,8 +17,7 @@ from torch import Tensor
 
 from fsdp_c.checkpoint import pieces
 from fsdp_c.checkpoint.metadata import do_tile
-from fsdp_c.checkpoint.planning import Held
-from fsdp_c.checkpoint.values import RangeTensor, boxes_of, in_box
+from fsdp_c.checkpoint.values import RangeTensor, in_box
 from fsdp_c.state.sharded_values import memory_order
 
 TENSORS = [
@@ -92,10 +91,9 @@ def test_boxes_hold_each_element_of_a_range_once_and_in_its_memory(order, limit:
         start, end = sorted((rng.randint(0, numel), rng.randint(0, numel)))
         local = torch.arange(start, end, dtype=torch.float32)
         indices = brute_force(shape, order)
-        held = Held(local.dtype, shape, order, (0,) * len(shape), shape, start, end - start)
         seen = []
         with mock.patch("fsdp_c.checkpoint.pieces.MAX_NBYTES", limit):
-            boxes = list(boxes_of(local, held))
+            boxes = RangeTensor(local, shape, start, order).boxes.items()
         for offsets, box in boxes:
             assert box.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
             assert pieces.is_dense(box) and box.nbytes <= max(limit, 4)

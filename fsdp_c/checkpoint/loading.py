@@ -1,0 +1,224 @@
+"""``load``: reads a checkpoint into a model and its optimizers, after all checks that need no tensors' data."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.checkpoint.utils import find_tensor_shard
+
+from fsdp_c import _C
+from fsdp_c.checkpoint import background
+from fsdp_c.checkpoint.folder import CheckpointError, StrPath, check_path, unless_replaced
+from fsdp_c.checkpoint.metadata import Checkpoint, PathInDict, TensorEntry
+from fsdp_c.checkpoint.model_state import (
+    EXTRA,
+    EXTRA_STATE,
+    extra_state_takers,
+    is_extra_state,
+    model_state,
+    set_extra_state,
+    show_loaded,
+    uncompiled,
+)
+from fsdp_c.checkpoint.optim_state import Optimizers, OptimTarget, as_list
+from fsdp_c.checkpoint.rank_group import RankGroup
+from fsdp_c.checkpoint.storage import Item, items_of, read_checkpoint, read_entries, read_items, read_nested
+from fsdp_c.compat.aliases import StateDict
+from fsdp_c.sharding.holders import group_of_model
+from fsdp_c.tools import phases
+
+_TRIES = 100  # attempts to agree on one checkpoint on all ranks, during other saves
+
+
+@phases.enter(_C.PROGRESS_LOAD)
+def load(
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    path: StrPath,
+    *,
+    strict: bool = True,
+    model_key: str = "model",
+    optim_key: str = "optim",
+    process_group: dist.ProcessGroup | None = None,
+) -> StateDict:
+    """Load a checkpoint written by ``save``, or by torch's DCP, from ``path``. Return ``extra``.
+
+    Each rank reads the parts that it holds into its shards, for any number of ranks, wrapping and strategy of
+    the saved model. State that the optimizer lacks is created, without a step. All data read is verified by
+    its checksum if fsdp_c wrote the checkpoint. Names that only the model or only the checkpoint has are
+    ignored without ``strict``. The model's names are at the top level for an empty ``model_key``.
+
+    Collective over ``process_group`` (default: the ranks that hold the model's units). Raises CheckpointError
+    on every rank, naming the failed rank. Model, optimizer and its groups are then unchanged on every rank,
+    unless the error was in the data of tensors, which are read into place, or in a module's
+    set_extra_state(): docs/checkpoints.md lists the resulting states.
+    """
+    background.finish(raises=False)
+    ranks = RankGroup(process_group or group_of_model(model))
+    what = f"loading {os.fspath(path)}"
+
+    def prepare() -> _Loading:
+        check_path(path)
+        read = functools.partial(read_checkpoint, Path(path), compare=ranks.is_first)
+        make = functools.partial(_Loading, model, optimizer, read, model_key, optim_key, strict)
+        return unless_replaced(Path(path), make)
+
+    for _ in range(_TRIES):
+        loading, found = ranks.agree(what, prepare, lambda loading: loading.checkpoint.identity)
+        if len({*found}) == 1:
+            break
+        loading.checkpoint.close()
+    else:
+        raise CheckpointError(f"{what} failed: ranks found different checkpoints there, {_TRIES} times")
+    with closing(loading.checkpoint):
+        ranks.agree(what, loading.read_tensors)
+    ranks.agree(what, loading.show)
+    return loading.finish()
+
+
+class _Loading:
+    """One ``load``. Its construction reads and checks everything except tensors of the model and the optimizer."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers | None,
+        read: Callable[[], Checkpoint],
+        model_key: str,
+        optim_key: str,
+        strict: bool,
+    ) -> None:
+        self.model = model
+        self.own = model_state(model)
+        self.checkpoint = read()
+        _rename_uncompiled(self.checkpoint)
+        self.targets: dict[str, Tensor] = {}  # memory to read into, by key
+        self.nested: dict[str, str] = {}  # keys of modules' extra state, by its name
+        prefix = f"{model_key}." if model_key else ""
+        self._add_model(model, prefix, set() if prefix else {EXTRA, optim_key}, strict)
+        self.optims: list[OptimTarget] = []
+        for each in [] if optimizer is None else as_list(optimizer):
+            first_group = sum(len(optim.groups) for optim in self.optims)
+            self.optims.append(OptimTarget(model, each, self.checkpoint, optim_key, first_group))
+            self.targets.update(self.optims[-1].tensors)
+        if strict:
+            self._check_strangers()
+        self.items = {key: self._read_items(key, target) for key, target in self.targets.items()}
+        self.checkpoint.hold(item.chunk.file for items in self.items.values() for item in items)
+        for optim in self.optims:
+            optim.values |= read_entries(self.checkpoint, optim.early_keys)
+            optim.check()
+        self.own_state = {name: read_nested(self.checkpoint, key) for name, key in self.nested.items()}
+        self.extra: StateDict = read_nested(self.checkpoint, EXTRA) or {}
+
+    def _add_model(self, model: nn.Module, prefix: str, others: set[str], strict: bool) -> None:
+        expected = {prefix + name: value for name, value in self.own.items()}
+        entries = self.checkpoint.entries
+        own = {key: expected.pop(key) for key in [*expected] if is_extra_state(key)}
+        takers = {prefix + name for name in extra_state_takers(model)}
+        missing, errors = [], []
+        for key, value in expected.items():
+            entry, shape = entries.get(key), tuple(value.shape)
+            if entry is None:
+                missing.append(key)
+            elif not isinstance(entry, TensorEntry):
+                errors.append(f"{key} is no tensor in the checkpoint")
+            elif entry.shape != shape:
+                errors.append(f"{key} has shape {entry.shape} in the checkpoint, {shape} in the model")
+            else:
+                self.targets[key] = value
+        for key in dict.fromkeys([*own, *takers]):
+            if any(each == key or each.startswith(f"{key}.") for each in entries):
+                if key in takers:
+                    self.nested[key.removeprefix(prefix)] = key
+                elif strict:
+                    errors.append(f"{key} is unexpected: the module that has it has no set_extra_state()")
+            elif key in takers and flatten_state_dict({key: own.get(key)})[0]:  # {} is saved as nothing
+                missing.append(key)
+        if strict:
+            errors += [f"{key} is missing" for key in missing]
+            known = {*expected, *own, *takers}
+            below = tuple(f"{key}." for key in {*own, *takers, *others})
+            errors += [
+                f"{key} is unexpected"
+                for key in entries
+                if key.startswith(prefix) and key not in known and not key.startswith(below)
+            ]
+        if errors:
+            shown = errors if len(errors) <= 16 else [*errors[:16], f"and {len(errors) - 16} more"]
+            raise CheckpointError("\n\t".join([f"{self.checkpoint.folder} does not fit the model:", *shown]))
+
+    def _check_strangers(self) -> None:
+        strangers = [optim.strangers() for optim in self.optims]
+        if of_none := sorted(set.intersection(*strangers) if strangers else ()):
+            optimizers = "this optimizer does" if len(strangers) == 1 else "these optimizers do"
+            raise CheckpointError(
+                f"{self.checkpoint.folder} has optimizer state of {of_none[:8]}, which {optimizers} not hold"
+            )
+
+    def _read_items(self, key: str, target: Tensor) -> list[Item]:
+        items: list[Item] = []
+        numel = 0
+        for box in _create_chunk_list(target):
+            if box.sizes.numel():
+                numel += box.sizes.numel()
+                memory = find_tensor_shard(target, MetadataIndex(key, box.offsets)).detach()
+                items += items_of(key, self.checkpoint.tensor(key), box.offsets, memory)
+        found = sum(item.target.numel() for item in items)
+        if found != numel:
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: {found} of {numel} elements wanted of {key} are there"
+            )
+        return items
+
+    @torch.no_grad()
+    def read_tensors(self) -> None:
+        """Read into the model's and the optimizer's own memory, which changes from here on."""
+        read_items(self.checkpoint, (item for each in self.items.values() for item in each))
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Make the modules use the loaded values, also by their set_extra_state()."""
+        show_loaded(self.model)
+        set_extra_state(self.model, self.own_state)
+
+    @torch.no_grad()
+    def finish(self) -> StateDict:
+        """Apply optimizer state, once no rank can fail any more."""
+        for optim in self.optims:
+            optim.apply()
+        return self.extra
+
+
+def _rename_uncompiled(checkpoint: Checkpoint) -> None:
+    """Rename entries, unless two would have one name, to the names of an uncompiled model."""
+    keys: dict[str, str] = {}
+    for key in checkpoint.entries:
+        new = key if key.startswith(f"{EXTRA}.") else uncompiled(key)
+        if new not in checkpoint.entries:
+            keys.setdefault(new, key)
+    renamed = {key: new for new, key in keys.items()}
+
+    def path_of(key: str, path: PathInDict) -> PathInDict:
+        if key not in renamed:
+            return path
+        names = next((index + 1 for index, each in enumerate(path) if EXTRA_STATE in str(each)), len(path))
+        renamed_part = (uncompiled(each) if isinstance(each, str) else each for each in path[:names])
+        return (*renamed_part, *path[names:])
+
+    if renamed:
+        checkpoint.entries = {renamed.get(key, key): entry for key, entry in checkpoint.entries.items()}
+        checkpoint.paths = {
+            renamed.get(key, key): path_of(key, path) for key, path in checkpoint.paths.items()
+        }

@@ -1,0 +1,71 @@
+"""The ranks that save or load together: agreement on errors, and exchange of small objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group
+
+from fsdp_c.checkpoint.folder import CheckpointError
+from fsdp_c.sharding.common import tell
+from fsdp_c.tools import collective_errors
+
+T = TypeVar("T")
+
+
+class RankGroup:
+    """The ranks that save or load together; this one alone without torch.distributed."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.is_distributed = dist.is_available() and dist.is_initialized()
+        self.group = (group or _get_default_group()) if self.is_distributed else None
+        self.rank = 0 if self.group is None else self.group.rank()
+        self.is_first = self.rank == 0
+
+    def agree(
+        self,
+        what: str,
+        work: Callable[[], T],
+        share: Callable[[T], Any] = lambda _: None,
+        *,
+        is_callers: bool = True,
+    ) -> tuple[T, list[Any]]:
+        """Run ``work``. Return its result and all ranks' shared values. An exception on one rank is raised on all.
+
+        ``is_callers``: raise an exception of one type on all ranks, the caller's mistake, unchanged.
+        """
+        result, error, shared = None, None, None
+        try:
+            result = work()
+            shared = share(result)
+        except Exception as caught:
+            error = caught
+        with collective_errors.explained(what):
+            own = (type(error).__name__, _text(error)) if error else None, shared
+            everything = [own] if self.group is None else tell(own, self.group)
+        kinds = {failed[0] if failed else None for failed, _ in everything}
+        if error is not None and is_callers and len(kinds) == 1:
+            raise error
+        ranks: dict[str, int] = {}  # first rank with an error, by its text
+        for rank, (failed, _) in enumerate(everything):
+            if failed:
+                ranks.setdefault(failed[1], rank)
+        if ranks:
+            lines = [f"{what} failed on rank {rank}: {text}" for text, rank in ranks.items()]
+            raise CheckpointError("\n".join(lines)) from error
+        return result, [one for _, one in everything]  # type: ignore[return-value]  # set if no rank has an error
+
+    def gather(self, what: str, value: T) -> list[T] | None:
+        """Return the values of all ranks on the first one, None on others."""
+        if self.group is None:
+            return [value]
+        told = [value] * self.group.size() if self.is_first else None
+        with collective_errors.explained(what):
+            dist.gather_object(value, told, group=self.group, group_dst=0)
+        return told
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
