@@ -12,7 +12,6 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,21 +67,7 @@ def export(
     if os.path.lexists(target):
         raise FileExistsError(f"{target}: exists: export to another path, or remove it first")
     files = _files(_tensors(checkpoint, dtype, model_key), max_nbytes)
-    with _new_folder(target) as temporary:
-        for name, tensors in files.items():
-            write_file(temporary / name, _content(checkpoint, tensors))
-        if len(files) > 1:
-            where = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
-            total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
-            index = {"metadata": {"total_size": total}, "weight_map": where}
-            write_file(temporary / "model.safetensors.index.json", [json.dumps(index, indent=2).encode()])
-    return sum(map(len, files.values())), len(files)
-
-
-@contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to ``target``, renamed once complete and on disk, removed after an error."""
-    temporary = target.with_name(f".{target.name}.exporting")
+    temporary = target.with_name(f".{target.name}.exporting")  # renamed once complete and on disk
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         temporary.mkdir()
@@ -91,13 +76,20 @@ def _new_folder(target: Path) -> Iterator[Path]:
             f"{temporary}: exists: another export to {target} is running, or was killed: then remove this folder"
         ) from None
     try:
-        yield temporary
+        for name, tensors in files.items():
+            write_file(temporary / name, _content(checkpoint, tensors))
+        if len(files) > 1:
+            where = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
+            total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            write_file(temporary / "model.safetensors.index.json", [json.dumps(index, indent=2).encode()])
         sync_folder(temporary)
         temporary.rename(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_folder(target.parent)
+    return sum(map(len, files.values())), len(files)
 
 
 def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None, model_key: str) -> list[_Tensor]:

@@ -1,5 +1,4 @@
-"""Mutated checkpoints, and ones made to harm: each is refused with a CheckpointError, or read; none crashes,
-hangs, or takes memory.
+"""Mutated checkpoints: each is refused with a CheckpointError, or read; none crashes, hangs, or takes memory.
 
     python -m tests.fuzz.checkpoint --seconds 60
     python -m tests.fuzz.checkpoint --count 20000
@@ -47,7 +46,6 @@ from fsdp_c.checkpoint.metadata import TensorEntry
 from fsdp_c.checkpoint.storage import read_checkpoint
 from tests.checkpoints import contents, with_right_checksums
 
-NOTE = "note.distcp"  # the file of an object that is made to harm
 SECONDS_OF_A_TRIAL = 20
 MEMORY_OF_ALL = 2**29  # that is touched, by all trials of a kind
 ADDRESSES_OF_ALL = 2**31
@@ -269,9 +267,6 @@ class Headers(Subject):
         return Subject.change(self, rng)
 
 
-# ----------------------------------------------------------------- made to harm
-
-
 def verify(path: Path) -> None:
     """The command; a refusal is raised."""
     said = io.StringIO()
@@ -283,89 +278,10 @@ def verify(path: Path) -> None:
         raise CheckpointError(said.getvalue())
 
 
-def zip_archive(records: list[tuple[bytes, bytes]], rng: random.Random | None = None) -> bytes:
-    """Stored records; with ``rng`` a few of the numbers of the archive's directory are others."""
-
-    def maybe(number: int, most: int = 2**32 - 1) -> int:
-        if rng is None or rng.random() > 0.02:
-            return number
-        return (
-            rng.choice([0, 1, number + 1, max(number - 1, 0), number * 2, rng.randrange(most), most]) & most
-        )
-
-    body, directory = b"", b""
-    for name, data in records:
-        sizes = (zlib.crc32(data), maybe(len(data)), maybe(len(data)))
-        fields = (20, maybe(0, 0xFFFF), maybe(0, 0xFFFF), 0, 33, *sizes, maybe(len(name), 0xFFFF))
-        extra = (
-            b""
-            if rng is None or rng.random() > 0.05
-            else struct.pack("<HHQ", 1, 8, rng.choice([0, 2**40, 5]))
-        )
-        central = (0x02014B50, 20, *fields, len(extra), 0, 0, 0, 0, maybe(len(body)))
-        directory += struct.pack("<IHHHHHHIIIHHHHHII", *central) + name + extra
-        body += struct.pack("<IHHHHHIIIHH", 0x04034B50, *fields[:-1], len(name), 0) + name + data
-    if rng is not None and rng.random() < 0.1:
-        directory += directory[: rng.randrange(len(directory))]
-    numbers = [
-        maybe(len(records), 0xFFFF),
-        maybe(len(records), 0xFFFF),
-        maybe(len(directory)),
-        maybe(len(body)),
-    ]
-    return body + directory + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, *numbers, maybe(0, 0xFFFF))
-
-
-class Objects(Subject):
-    """Objects whose archive has another directory, other records and names than torch.save makes."""
-
-    NAMES = (
-        "a/data/0",
-        "a/constants.pkl",
-        "a/code/x.py",
-        "a/DATA.PKL",
-        "b/data.pkl",
-        "a/data/1",
-        "data.pkl",
-        "a/../x",
-    )
-
-    def make(self) -> None:
-        dcp.save({"model": plain()[0].state_dict(), "note": 1}, checkpoint_id=self.folder, no_dist=True)
-        self.metadata = pickle.loads((self.folder / METADATA).read_bytes())
-        content = io.BytesIO()
-        torch.save({"a": torch.ones(5), "b": (1, torch.ones(3))}, content)
-        reader: Any = torch._C.PyTorchFileReader(io.BytesIO(content.getvalue()))
-        self.records = [(f"a/{name}".encode(), reader.get_record(name)) for name in reader.get_all_records()]
-
-    def change(self, rng: random.Random) -> str:
-        records = list(self.records)
-        if rng.random() < 0.3:
-            records.insert(
-                rng.randrange(len(records) + 1), (rng.choice(self.NAMES).encode(), rng.randbytes(9))
-            )
-        if rng.random() < 0.3:
-            at = rng.randrange(len(records))
-            records[at] = (records[at][0], mutated(records[at][1], rng))
-        if rng.random() < 0.1:
-            del records[rng.randrange(len(records))]
-        content = zip_archive(records, rng)
-        self.put(mutated(content, rng) if rng.random() < 0.2 else content)
-        return NOTE
-
-    def put(self, content: bytes) -> None:
-        """Make ``content`` the bytes of the entry "note"."""
-        (info,) = [info for index, info in self.metadata.storage_data.items() if index.fqn == "note"]
-        info.relative_path, info.offset, info.length = NOTE, 0, len(content)
-        (self.folder / NOTE).write_bytes(content)
-        (self.folder / METADATA).write_bytes(pickle.dumps(self.metadata))
-
-
 SUBJECTS = {
     "pieces": Pieces,
     "layouts": Layouts,
     "headers": Headers,
-    "objects": Objects,
 }
 REFUSALS = (CheckpointError, FileNotFoundError, NotADirectoryError)
 
