@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from fsdp_c import _C
-from fsdp_c.checkpoint import layout_file, metadata
+from fsdp_c.checkpoint import contents, layout_file
 from fsdp_c.checkpoint.folder import (
     LAYOUT,
     METADATA,
@@ -33,9 +33,9 @@ from fsdp_c.checkpoint.folder import (
     size_and_crc32,
     with_footer,
 )
+from fsdp_c.checkpoint.metadata import metadata_content
 from fsdp_c.checkpoint.planning import RECORD, RankResult, merged, put_records
 from fsdp_c.checkpoint.storage import Item, items_of, read_checkpoint
-from fsdp_c.checkpoint.table import metadata_content
 from fsdp_c.checkpoint.values import RangeTensor
 from fsdp_c.checkpoint.writing import Writer
 
@@ -184,7 +184,7 @@ def loading(model: str, ranks: int, folder: Path) -> tuple[float, float]:
     wanted = [*ranges(shapes, fewer, fewer // 2)]
     before, start = resident_mb(), time.process_time()
     given = {"folder": folder, "sizes": sizes}
-    with mock.patch.object(metadata.Checkpoint, "__init__", lambda self, *_: vars(self).update(given)):
+    with mock.patch.object(contents.Checkpoint, "__init__", lambda self, *_: vars(self).update(given)):
         found = read_checkpoint(folder, compare=False)
     items: list[Item] = []
     for layer in range(layers):
@@ -192,7 +192,7 @@ def loading(model: str, ranks: int, folder: Path) -> tuple[float, float]:
             key = f"layers.{layer}.{name}"
             for each in (f"model.{key}", *(f"optim.state.{key}.{state}" for state in STATES)):
                 entry = found.entries[each]
-                assert isinstance(entry, metadata.TensorEntry)
+                assert isinstance(entry, contents.TensorEntry)
                 for offsets, sizes in _C.flat_range_boxes(shape, begin, begin + numel):
                     items += items_of(each, entry, offsets, torch.empty(sizes, device="meta"))
     took = time.process_time() - start

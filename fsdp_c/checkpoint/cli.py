@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from fsdp_c.checkpoint.contents import BytesEntry, Checkpoint, TensorEntry
 from fsdp_c.checkpoint.export import CASTS, export
 from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, check_path, unless_replaced
-from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, TensorEntry
 from fsdp_c.checkpoint.pieces import crc32_of
 from fsdp_c.checkpoint.storage import read_checkpoint, read_chunk, read_object
 

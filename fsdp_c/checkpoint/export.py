@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsdp_c.checkpoint.contents import Checkpoint, TensorEntry
 from fsdp_c.checkpoint.folder import CheckpointError, absolute, check_path, sync_folder, write_file
-from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry
 from fsdp_c.checkpoint.pieces import memory
 from fsdp_c.checkpoint.storage import read_entries
 from fsdp_c.sharding.traversal import is_flat_param_name

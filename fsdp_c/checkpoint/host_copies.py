@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_c.checkpoint.contents import PathInDict
 from fsdp_c.checkpoint.folder import CheckpointError
-from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.model_state import EXTRA
 from fsdp_c.checkpoint.objects import Pickled
 from fsdp_c.checkpoint.values import RangeTensor

@@ -30,17 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_c.checkpoint import pieces, planning
-from fsdp_c.checkpoint.folder import (
-    LAYOUT,
-    METADATA,
-    CheckpointError,
-    Footer,
-    file_of,
-    refusing,
-    require,
-    size_and_crc32,
-)
-from fsdp_c.checkpoint.metadata import (
+from fsdp_c.checkpoint.contents import (
     Box,
     BytesEntry,
     Checkpoint,
@@ -54,6 +44,16 @@ from fsdp_c.checkpoint.metadata import (
     dtype_named,
     ints,
     overlap,
+)
+from fsdp_c.checkpoint.folder import (
+    LAYOUT,
+    METADATA,
+    CheckpointError,
+    Footer,
+    file_of,
+    refusing,
+    require,
+    size_and_crc32,
 )
 from fsdp_c.checkpoint.pieces import TAIL_NBYTES
 from fsdp_c.checkpoint.planning import RECORD, Group, Held, HeldBox, boxes_of_pieces, key_of

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from fsdp_c import _C
 from fsdp_c.checkpoint import background
+from fsdp_c.checkpoint.contents import Checkpoint, PathInDict, TensorEntry
 from fsdp_c.checkpoint.folder import CheckpointError, StrPath, check_path, unless_replaced
-from fsdp_c.checkpoint.metadata import Checkpoint, PathInDict, TensorEntry
 from fsdp_c.checkpoint.model_state import (
     EXTRA,
     EXTRA_STATE,

@@ -1,7 +1,4 @@
-"""Contents of a checkpoint, and the reader of torch's ``.metadata``, which is not trusted.
-
-Every value is validated: types, sizes against those of files, names of files. The result is a ``Checkpoint``,
-used by all readers.
+"""``.metadata``, DCP's pickle of all keys, boxes and places: written here, and read if torch wrote it.
 
 [Note: A pickle from a stranger]
 A pickle can call every function that it names, and set attributes of every class that it names. Therefore
@@ -12,191 +9,194 @@ loaded.
 
 from __future__ import annotations
 
-import errno
+import copyreg
+import enum
 import functools
 import io
 import math
 import os
-import pathlib
 import pickle
 import pickletools
 import re
-import reprlib
-import resource
-import weakref
+import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
-from fsdp_c.checkpoint.folder import DATA, METADATA, CheckpointError, Footer, refusing, require
+from fsdp_c.checkpoint.contents import (
+    Box,
+    BytesEntry,
+    Checkpoint,
+    Chunk,
+    Entry,
+    TensorEntry,
+    check_boxes,
+    check_shape,
+    checked_paths,
+    dtype_named,
+    ints,
+    overlap,
+)
+from fsdp_c.checkpoint.folder import DATA, METADATA, CheckpointError, refusing, require
+from fsdp_c.checkpoint.pieces import TAIL_NBYTES
+from fsdp_c.checkpoint.planning import RECORD, Group, key_of
 from fsdp_c.sharding.common import collector_paused
 
 _MAX_METADATA_NBYTES = 8 * 2**30
-MAX_DIMS = 64  # torch's limit in most operations
-_MAX_GAPS = 1000  # maximum number of unused indices in nested lists, whose elements are entries
-_MAX_CORNERS = 2**24  # limit of boxes' corners in total: checked within seconds
+
+
+# ----------------------------------------------------------------- writing
+
+
+def metadata_content(
+    groups: list[Group], order: list[str], path: Path, files: dict[int, str]
+) -> Iterator[bytes]:
+    """Yield the parts of the pickle of DCP's ``Metadata``. ``order``: of keys. ``files``: names by rank.
+
+    ``Metadata`` has an object per box and per place. Boxes are objects shared by all tensors of a group;
+    places are written directly as pickle opcodes, without creating objects.
+    """
+    where = {key_of(path): (group, slot) for group in groups for slot, path in enumerate(group.paths)}
+    keys = [key for key in dict.fromkeys([*order, *where]) if key in where]
+    pickled = _Pickled()
+    yield b"\x80\x03" + pickled(dcp.Metadata) + b")\x81}(" + pickled("state_dict_metadata") + b"}("
+    chunks = {id(group): _chunks(group) for group in groups}
+    for key in keys:
+        group, _ = where[key]
+        yield pickled(key) + pickled(_entry(group, chunks[id(group)]))
+    yield (
+        b"u" + pickled("planner_data") + pickled({key: where[key][0].paths[where[key][1]] for key in keys})
+    )
+    yield pickled("storage_data") + b"}("
+    places = {id(group): _Places(group, chunks[id(group)], files, pickled) for group in groups}
+    for key in keys:
+        group, slot = where[key]
+        yield places[id(group)].of(key, slot)
+    yield b"u" + pickled("storage_meta") + pickled(dcp.StorageMeta(checkpoint_id=str(path)))
+    yield pickled("version") + pickled(CURRENT_DCP_VERSION) + b"ub."
+
+
+class _Pickled:
+    """Pickle opcodes of successive values, with references to earlier ones. Compatible with torch 2.10 and later."""
+
+    def __init__(self) -> None:
+        self.buffer = io.BytesIO()
+        self.pickler = pickle.Pickler(self.buffer, protocol=3)  # last protocol without frames
+        self.pickler.dispatch_table = {
+            **copyreg.dispatch_table,
+            dcp.TensorProperties: _reduced,
+            dcp._MEM_FORMAT_ENCODING: _by_value,
+        }
+
+    def __call__(self, value: object) -> bytes:
+        self.buffer.seek(0)
+        self.buffer.truncate()
+        self.pickler.dump(value)
+        return self.buffer.getvalue()[2:-1]
+
+    def again(self, value: object) -> bytes:
+        """Return the five bytes that refer to a value written before."""
+        content = self(value)
+        return content if content[:1] == b"j" else b"j" + struct.pack("<I", content[1])
+
+
+def _reduced(properties: dcp.TensorProperties) -> tuple[Any, ...]:
+    """Return the state without the field added in torch 2.15, which older versions reject."""
+    state = properties.__getstate__()
+    return copyreg.__newobj__, (dcp.TensorProperties,), state[:5]  # type: ignore[attr-defined]  # typeshed lacks __newobj__
+
+
+def _by_value(member: enum.Enum) -> tuple[Any, ...]:
+    """Reduce to a call of the class. CPython 3.11.0 to 3.11.3 would pickle a call of ``getattr``, unsafe to load."""
+    return type(member), (member.value,)
+
+
+def _chunks(group: Group) -> list[dcp.ChunkStorageMetadata]:
+    boxes = (box for each in group.boxes for held in each.ranges() for box in held.boxes())
+    return [dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+
+
+def _entry(group: Group, chunks: list[dcp.ChunkStorageMetadata]) -> Any:
+    if not group.boxes:
+        return dcp.BytesStorageMetadata()
+    held = group.boxes[0].held
+    return dcp.TensorStorageMetadata(
+        dcp.TensorProperties(dtype=held.dtype), torch.Size(held.shape), [*chunks]
+    )
+
+
+_LONG = b"\x8a\x08"  # opcode and length of an eight-byte integer
+_PLACE = struct.Struct("<2sq7sq")
+
+
+class _Row(NamedTuple):
+    """Part of a box's place that is equal for all tensors of a group."""
+
+    record: int  # record of the group's first tensor
+    step: int  # number of records to the next tensor's
+    nbytes: int
+    at: bytes  # opcodes of its number and offsets
+
+
+class _Places:
+    """Places of the boxes of each tensor of a group."""
+
+    def __init__(
+        self, group: Group, chunks: list[dcp.ChunkStorageMetadata], files: dict[int, str], pickled: _Pickled
+    ) -> None:
+        self.group, self.chunks = group, chunks
+        self.pickled, self.files = pickled, files
+        self.rows: list[_Row] = []
+
+    def of(self, key: str, slot: int) -> bytes:
+        if not self.group.boxes:
+            start, length, _, rank = RECORD.unpack_from(self.group.records, slot * RECORD.size)
+            info = _StorageInfo(self.files[rank], start, length)
+            return self.pickled(dcp.MetadataIndex(key)) + self.pickled(info)
+        parts = [] if self.rows else [self._prepare()]
+        name = self.pickled.again(key)
+        for row in self.rows:
+            number = row.record + slot * row.step
+            start, head, _, rank = RECORD.unpack_from(self.group.records, number * RECORD.size)
+            packed = _PLACE.pack(_LONG, start, self.length, head + row.nbytes + TAIL_NBYTES)
+            parts += (self.head, name, row.at, self.file_gets[rank], self.offset, packed, b"ub")
+        return b"".join(parts)
+
+    def _prepare(self) -> bytes:
+        """Compute the opcodes common to all tensors of the group. Return the bytes to write before the first tensor."""
+        again = self.pickled.again
+        texts = ("fqn", "index", "offset", "relative_path", "length")
+        # pushed and popped once, so that the memo has them
+        named = (dcp.MetadataIndex, _StorageInfo, *texts, *self.files.values())
+        first = b"".join(self.pickled(one) + b"0" for one in named)
+        fqn, index, self.offset, path, length = map(again, texts)
+        self.length = length + _LONG
+        self.head = again(dcp.MetadataIndex) + b")\x81}(" + fqn
+        self.file_gets = {rank: again(name) for rank, name in self.files.items()}
+        before = 0
+        for held in (held for each in self.group.boxes for held in each.ranges()):
+            boxes = held.boxes()
+            for nth, box in enumerate(boxes):
+                number = len(self.rows)
+                at = index + b"J" + struct.pack("<i", number) + self.offset
+                at += again(self.chunks[number].offsets) + b"ub" + again(_StorageInfo) + b")\x81}(" + path
+                nbytes = box.numel * held.dtype.itemsize
+                self.rows.append(_Row(before + nth, len(boxes), nbytes, at))
+            before += len(boxes) * len(self.group.paths)
+        return first
+
+
+# ----------------------------------------------------------------- reading
 
 
 def _kind(value: object) -> str:
     return type(value).__name__
-
-
-# ----------------------------------------------------------------- validated values
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
-
-
-class Chunk(NamedTuple):
-    """Part of a tensor, and its place in a file."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    start: int  # start of the data; for torch's files, start of the file that torch.save wrote
-    nbytes: int
-    crc32: int | None = None  # checksum of the data; None for torch's files
-    strides: tuple[int, ...] | None = None  # None for contiguous data
-
-
-def overlap(one: Box, other: Box) -> bool:
-    each = zip(*one, *other, strict=True)
-    return all(a < c + d and c < a + b for a, b, c, d in each)
-
-
-@dataclass(eq=False)
-class TensorEntry:
-    """A tensor. Its chunks are created and validated on access, which may raise CheckpointError."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    # returns the chunks with elements of a box, or all for None
-    find: Callable[[Box | None], Iterable[Chunk]]
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        return [*self.find(None)]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass
-class BytesEntry:
-    """An object pickled by torch.save."""
-
-    file: str
-    start: int
-    nbytes: int
-    crc32: int | None = None  # None for torch's files
-
-
-Entry = TensorEntry | BytesEntry
-PathInDict = tuple[str | int, ...]
-
-
-class Checkpoint:
-    """The folder of a checkpoint, its files, and their contents."""
-
-    def __init__(self, folder: Path, footer: Footer | None, identity: tuple[int, int]) -> None:
-        """Set the sizes of files. ``identity``: size and CRC-32 of ``.metadata``.
-
-        Raises CheckpointError for a file in ``footer`` that is missing or truncated.
-        """
-        self.folder, self.footer, self.identity = folder, footer, identity
-        self.entries: dict[str, Entry] = {}
-        self.paths: dict[str, PathInDict] = {}  # path of each key in the saved nested dict
-        self.sizes: dict[str, int] = {}  # sizes of files, by path in the folder
-        self.held: dict[str, BinaryIO] = {}  # files kept open
-        weakref.finalize(self, _close_all, self.held)
-        if footer is None:
-            return
-        data = folder / footer.data
-        if data.is_dir() and not data.is_symlink():
-            with os.scandir(data) as found:  # one scan for all sizes; links are checked one by one
-                self.sizes = {
-                    f"{footer.data}/{each.name}": each.stat().st_size
-                    for each in found
-                    if each.name in footer.files and each.is_file(follow_symlinks=False)
-                }
-        for name, (size, _) in footer.files.items():
-            if (written := self.size(f"{footer.data}/{name}")) != size:
-                raise CheckpointError(
-                    f"{data / name}: {written} bytes where {size} were written: torn or replaced"
-                )
-
-    def size(self, name: Any) -> int:
-        """Return the size of a file. Raise for a name that leads out of the folder."""
-        require(type(name) is str, "the name of a file is no text")
-        if name not in self.sizes:
-            parts = pathlib.PurePosixPath(name).parts
-            safe = parts and ".." not in parts and not name.startswith("/") and "\0" not in name
-            require(safe, f"the file name {name!r} leads out of the folder")
-            path = self.folder / name
-            if not path.is_file():
-                raise CheckpointError(f"{path}: missing")
-            inside = path.resolve().is_relative_to(self.folder.resolve())
-            require(inside, f"{name!r} is a link out of the folder")
-            self.sizes[name] = path.stat().st_size
-        return self.sizes[name]
-
-    def check_end(self, name: str, end: int, key: str) -> None:
-        """Raise CheckpointError if a file ends before the end of ``key`` in it."""
-        if end > (size := self.size(name)):
-            raise CheckpointError(f"{self.folder / name}: {size} bytes, but {key} ends at {end}: torn")
-
-    @functools.cached_property
-    def nbytes(self) -> int:
-        """Total size of the files of all entries."""
-        return sum(self.sizes.values())
-
-    def tensor(self, key: str) -> TensorEntry:
-        """Return the entry of a key known to be a tensor."""
-        entry = self.entries[key]
-        assert isinstance(entry, TensorEntry)
-        return entry
-
-    def hold(self, names: Iterable[str]) -> None:
-        """Open files now, so that reads do not depend on a later replacement of the checkpoint.
-
-        Limited to half of the files that the process may open.
-        """
-        room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
-        for name in sorted({*names} - {*self.held})[: max(0, room - len(self.held))]:
-            self.held[name] = (self.folder / name).open("rb")
-
-    @contextmanager
-    def open(self, name: str) -> Iterator[BinaryIO]:
-        """Open a file for reads at any offset. Raise CheckpointError if it no longer exists."""
-        try:
-            if name in self.held:
-                yield self.held[name]
-            else:
-                with (self.folder / name).open("rb") as file:
-                    yield file
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ESTALE):
-                raise
-            raise CheckpointError(
-                f"{self.folder / name}: gone while the checkpoint was read: if another took its place, read "
-                "that"
-            ) from error
-
-    def close(self) -> None:
-        """Close all files."""
-        _close_all(self.held)
-        self.entries = {}  # their readers hold the layout's file
-
-
-def _close_all(files: dict[str, BinaryIO]) -> None:
-    while files:
-        files.popitem()[1].close()
 
 
 @contextmanager
@@ -303,72 +303,6 @@ class _MetadataReader:
         return Chunk(*box, file, start, length)
 
 
-def ints(values: object, what: str) -> tuple[int, ...]:
-    """Return ``values`` as sizes or offsets. Raise ValueError, with ``what`` as its first words, for invalid ones."""
-    if not isinstance(values, (tuple, list)) or not all(type(v) is int and 0 <= v < 2**62 for v in values):
-        raise ValueError(f"{what}: {reprlib.repr(values)} where sizes are expected")
-    return tuple(values)
-
-
-def check_shape(values: object, what: str) -> tuple[int, ...]:
-    sizes = ints(values, what)
-    if len(sizes) > MAX_DIMS or math.prod(sizes) >= 2**62:
-        raise ValueError(f"{what}: sizes {reprlib.repr(sizes)}")
-    return sizes
-
-
-def check_boxes(
-    key: str, shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[Box], checkpoint: Checkpoint
-) -> None:
-    """Raise ValueError unless the boxes cover the tensor, each element once, and fit into the files."""
-    for offsets, sizes in boxes:
-        fits = len(offsets) == len(sizes) == len(shape)
-        fits = fits and all(o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
-        require(fits, f"{key} has a chunk {offsets} {sizes} outside its shape {shape}")
-    total = sum(math.prod(sizes) for _, sizes in boxes)
-    require(total == math.prod(shape), f"the chunks of {key} have {total} elements, its shape is {shape}")
-    require(total * dtype.itemsize <= checkpoint.nbytes, f"{key} is larger than all files")
-    require(do_tile(boxes, shape), f"chunks of {key} overlap")
-
-
-def do_tile(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Return True if boxes within a tensor of ``shape`` cover all of its elements without overlap.
-
-    Time is less than quadratic in the number of boxes. Raises ValueError for many boxes divided in many
-    dimensions.
-    """
-    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
-        return False
-    boxes = [box for box in boxes if math.prod(box[1])]
-    divided = [dim for dim, size in enumerate(shape) if any(sizes[dim] != size for _, sizes in boxes)]
-    if len(boxes) << len(divided) > _MAX_CORNERS:
-        raise ValueError(f"{len(boxes)} parts that are divided in {len(divided)} dimensions")
-    # Corners of an odd number of boxes determine which elements are in an odd number of boxes. If they are
-    # the tensor's own corners, every element is in an odd number of boxes, and therefore in at least one. The
-    # total number of elements in boxes equals the tensor's, so each is in exactly one.
-    odd: set[tuple[int, ...]] = set()
-    for offsets, sizes in boxes:
-        odd.symmetric_difference_update(
-            product(*((offsets[dim], offsets[dim] + sizes[dim]) for dim in divided))
-        )
-    return not boxes or odd == set(product(*((0, shape[dim]) for dim in divided)))
-
-
-def checked_paths(planner_data: Any, entries: dict[str, Entry]) -> dict[str, PathInDict]:
-    given = planner_data if type(planner_data) is dict else {}
-    paths: dict[str, PathInDict] = {}
-    for key in entries:
-        path = given.get(key, (key,))
-        sound = isinstance(path, tuple) and path and type(path[0]) is str
-        sound = sound and all(
-            type(p) is str or (type(p) is int and 0 <= p < len(entries) + _MAX_GAPS) for p in path
-        )
-        if not sound:
-            raise ValueError(f"the path of {key} in the dict is {reprlib.repr(path)}")
-        paths[key] = tuple(path)
-    return paths
-
-
 # ----------------------------------------------------------------- the pickle
 
 _PATHS = ("Path", "PosixPath", "PurePosixPath")
@@ -427,11 +361,6 @@ def read_metadata(content: bytes) -> Any:
     """Return the object pickled in ``.metadata``, made of ``Value``. Raise an error of any type for invalid content."""
     _check_sizes(content)
     return _Unpickler(content).load()
-
-
-def dtype_named(module: str, name: str) -> torch.dtype | None:
-    found = getattr(torch, name, None) if module == "torch" else None
-    return found if isinstance(found, torch.dtype) else None
 
 
 _OPCODES = {ord(op.code): op for op in pickletools.opcodes}

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from fsdp_c.checkpoint.contents import Checkpoint, PathInDict, TensorEntry
 from fsdp_c.checkpoint.folder import CheckpointError
-from fsdp_c.checkpoint.metadata import Checkpoint, PathInDict, TensorEntry
 from fsdp_c.checkpoint.model_state import part_value, uncompiled
 from fsdp_c.checkpoint.planning import path_below
 from fsdp_c.checkpoint.storage import put_at

@@ -23,7 +23,7 @@ import torch
 
 from fsdp_c import _C
 from fsdp_c.checkpoint import pieces
-from fsdp_c.checkpoint.metadata import PathInDict, do_tile
+from fsdp_c.checkpoint.contents import PathInDict, do_tile
 from fsdp_c.state.sharded_values import strides_in
 
 Offsets = tuple[int, ...]

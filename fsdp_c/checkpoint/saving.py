@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from fsdp_c import _C
 from fsdp_c.checkpoint import background as in_background
 from fsdp_c.checkpoint.background import BackgroundSave
+from fsdp_c.checkpoint.contents import PathInDict
 from fsdp_c.checkpoint.folder import (
     CheckpointError,
     StrPath,
@@ -26,7 +27,6 @@ from fsdp_c.checkpoint.folder import (
     remove_older,
 )
 from fsdp_c.checkpoint.host_copies import HostCopies
-from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.model_state import EXTRA, _model_state, params_of_script
 from fsdp_c.checkpoint.objects import plain
 from fsdp_c.checkpoint.optim_state import Optimizers, optim_state

@@ -17,16 +17,10 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import set_element
 
 from fsdp_c.checkpoint import objects
+from fsdp_c.checkpoint.contents import BytesEntry, Checkpoint, Chunk, PathInDict, TensorEntry
 from fsdp_c.checkpoint.folder import METADATA, CheckpointError, footer_of, locate, refusing
 from fsdp_c.checkpoint.layout_file import read_layout
-from fsdp_c.checkpoint.metadata import (
-    BytesEntry,
-    Checkpoint,
-    Chunk,
-    PathInDict,
-    TensorEntry,
-    checkpoint_of_torch,
-)
+from fsdp_c.checkpoint.metadata import checkpoint_of_torch
 from fsdp_c.checkpoint.pieces import MAX_NBYTES, memory, narrowed, read_data
 from fsdp_c.checkpoint.planning import path_below
 from fsdp_c.compat.aliases import StateDict

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fsdp_c.checkpoint.contents import PathInDict
 from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, file_of, publish, write_file
 from fsdp_c.checkpoint.layout_file import layout_content
-from fsdp_c.checkpoint.metadata import PathInDict
+from fsdp_c.checkpoint.metadata import metadata_content
 from fsdp_c.checkpoint.model_state import uncompiled
 from fsdp_c.checkpoint.objects import pickled
 from fsdp_c.checkpoint.pieces import FileWriter, in_memory, is_dense, memory
@@ -34,7 +35,6 @@ from fsdp_c.checkpoint.planning import (
     merged,
     put_records,
 )
-from fsdp_c.checkpoint.table import metadata_content
 from fsdp_c.checkpoint.values import RangeTensor, in_box
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import ranks_text

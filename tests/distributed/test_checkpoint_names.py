@@ -186,7 +186,7 @@ def test_a_name_that_would_stand_twice_is_left_alone():
     class Entry:
         pass
 
-    from fsdp_c.checkpoint.metadata import Checkpoint
+    from fsdp_c.checkpoint.contents import Checkpoint
 
     keys = [
         "model.a._orig_mod.w",

@@ -41,8 +41,8 @@ from torch import nn
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, cli
+from fsdp_c.checkpoint.contents import TensorEntry
 from fsdp_c.checkpoint.folder import LAYOUT, METADATA
-from fsdp_c.checkpoint.metadata import TensorEntry
 from fsdp_c.checkpoint.storage import read_checkpoint
 from tests.checkpoints import contents, with_right_checksums
 

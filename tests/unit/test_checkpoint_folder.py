@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, cli, folder, layout_file, loading, metadata, saving, storage
+from fsdp_c.checkpoint import CheckpointError, cli, contents, folder, layout_file, loading, saving, storage
 from tests.processes import as_nobody
 
 pytestmark = [
@@ -424,7 +424,7 @@ def once(work: Callable[[], None], original: Callable[..., Any]) -> Callable[...
     ("owner", "at"),
     [
         (storage, "footer_of"),
-        (metadata.Checkpoint, "size"),
+        (contents.Checkpoint, "size"),
         (storage, "read_layout"),
         (layout_file, "size_and_crc32"),
         (layout_file._Layout, "read"),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, cli, metadata
+from fsdp_c.checkpoint import CheckpointError, cli, contents, metadata
 from tests.checkpoints import killed_at, loaded_version, model_of, save_version
 
 
@@ -229,7 +229,7 @@ def test_a_load_looks_only_at_the_parts_of_what_it_reads(tmp_path: Path) -> None
     looked_at: list[str] = []
     chunk = metadata._MetadataReader._chunk
 
-    def noted(self: metadata._MetadataReader, key: str, *rest: Any) -> metadata.Chunk:
+    def noted(self: metadata._MetadataReader, key: str, *rest: Any) -> contents.Chunk:
         looked_at.append(key)
         return chunk(self, key, *rest)
 

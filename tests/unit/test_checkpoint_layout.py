@@ -18,8 +18,8 @@ from torch import nn
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, cli, layout_file, metadata
+from fsdp_c.checkpoint.contents import TensorEntry
 from fsdp_c.checkpoint.folder import LAYOUT
-from fsdp_c.checkpoint.metadata import TensorEntry
 from fsdp_c.checkpoint.storage import read_checkpoint
 from tests.checkpoints import with_right_checksums
 

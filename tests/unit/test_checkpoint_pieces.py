@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdp_c.checkpoint import pieces
-from fsdp_c.checkpoint.metadata import do_tile
+from fsdp_c.checkpoint.contents import do_tile
 from fsdp_c.checkpoint.values import RangeTensor, in_box
 from fsdp_c.state.sharded_values import memory_order
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fsdp_c import _C
+from fsdp_c.checkpoint.metadata import metadata_content
 from fsdp_c.checkpoint.pieces import TAIL_NBYTES
 from fsdp_c.checkpoint.planning import (
     RECORD,
@@ -27,7 +28,6 @@ from fsdp_c.checkpoint.planning import (
     merged,
     put_records,
 )
-from fsdp_c.checkpoint.table import metadata_content
 
 SHAPES = {"in": (96, 40), "out": (40, 96), "experts": (6, 40, 30), "norm": (40,)}
 

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import cli
+from fsdp_c.checkpoint.contents import BytesEntry, TensorEntry
 from fsdp_c.checkpoint.folder import METADATA
-from fsdp_c.checkpoint.metadata import BytesEntry, TensorEntry
 from fsdp_c.checkpoint.storage import read_checkpoint
 
 # pickles of one Metadata in base64; the Pythons but 3.11 had no torch, only classes of the same names

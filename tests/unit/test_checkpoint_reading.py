@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, storage
-from fsdp_c.checkpoint.metadata import TensorEntry
+from fsdp_c.checkpoint.contents import TensorEntry
 from fsdp_c.checkpoint.storage import read_checkpoint, reading_threads
 
 LAYERS, SIDE = 8, 64
