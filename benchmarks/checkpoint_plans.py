@@ -34,7 +34,7 @@ from fsdp_c.checkpoint.folder import (
     with_footer,
 )
 from fsdp_c.checkpoint.metadata import metadata_content
-from fsdp_c.checkpoint.planning import RECORD, RankResult, merged, put_records
+from fsdp_c.checkpoint.planning import RECORD, RankResult, merge_plans, put_records
 from fsdp_c.checkpoint.storage import Item, items_of, read_checkpoint
 from fsdp_c.checkpoint.values import RangeTensor
 from fsdp_c.checkpoint.writing import Writer
@@ -133,7 +133,7 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
     gc.collect()
     before, start = resident_mb(), time.process_time()
     plans = [pickle.loads(each) for each in sent]
-    first.planned = merged(plans)
+    first.planned = merge_plans(plans)
     times = [time.process_time() - start]
     grown = resident_mb() - before
     results = {rank: made_up(first, plan, rank) for rank, plan in enumerate(plans)}

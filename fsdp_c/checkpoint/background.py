@@ -31,7 +31,7 @@ class BackgroundSave:
         """Prepare a save with ``work``, for the save's thread; a finished save without one."""
         self._what, self._work = what, work
         self._error: BaseException | None = None
-        self._is_told = False
+        self._is_raised = False
         self._thread = threading.Thread(target=self._run, name=f"fsdp_c {what}", daemon=False)
 
     def _run(self) -> None:
@@ -52,7 +52,7 @@ class BackgroundSave:
                 self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"{self._what} is not over after {timeout:g} s")
-        self._is_told = True
+        self._is_raised = True
         if self._error is not None:
             raise self._error
 
@@ -76,7 +76,7 @@ def finish(raises: bool = True) -> None:
     """Wait for the last save. Raise its error if no call has raised it before."""
     if _last is not None:
         _last._thread.join()
-        if raises and not _last._is_told:
+        if raises and not _last._is_raised:
             _last.wait()
 
 

@@ -12,7 +12,7 @@ from typing import TextIO
 
 from fsdp_c.checkpoint.contents import BytesEntry, Checkpoint, TensorEntry
 from fsdp_c.checkpoint.export import CASTS, export
-from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, check_path, unless_replaced
+from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, check_path, retry_if_replaced
 from fsdp_c.checkpoint.pieces import crc32_of
 from fsdp_c.checkpoint.storage import read_checkpoint, read_chunk, read_object
 
@@ -74,11 +74,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     def opened() -> Checkpoint:
         checkpoint = read_checkpoint(path)
-        checkpoint.hold(checkpoint.sizes)
+        checkpoint.keep_open(checkpoint.sizes)
         return checkpoint
 
     check_path(path)
-    return unless_replaced(path, opened)
+    return retry_if_replaced(path, opened)
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -142,7 +142,7 @@ class Checkpoint:
         assert isinstance(entry, TensorEntry)
         return entry
 
-    def hold(self, names: Iterable[str]) -> None:
+    def keep_open(self, names: Iterable[str]) -> None:
         """Open files now, so that reads do not depend on a later replacement of the checkpoint.
 
         Limited to half of the files that the process may open.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_c.checkpoint.contents import Checkpoint, TensorEntry
-from fsdp_c.checkpoint.folder import CheckpointError, absolute, check_path, sync_folder, write_file
+from fsdp_c.checkpoint.folder import CheckpointError, absolute_path, check_path, sync_folder, write_file
 from fsdp_c.checkpoint.pieces import memory
 from fsdp_c.checkpoint.storage import read_entries
 from fsdp_c.sharding.traversal import is_flat_param_name
@@ -63,7 +63,7 @@ def export(
     exists.
     """
     check_path(target)
-    target = absolute(target)
+    target = absolute_path(target)
     if os.path.lexists(target):
         raise FileExistsError(f"{target}: exists: export to another path, or remove it first")
     files = _files(_tensors(checkpoint, dtype, model_key), max_nbytes)

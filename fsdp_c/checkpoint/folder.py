@@ -13,7 +13,7 @@ before removal: a zombie writer, whose lock the file server has released, publis
 folder, which then fails. Only the replaced data is removed on a file system without flock.
 
 Readers open the files that they need, and start again if one is missing because ``.metadata`` was replaced
-meanwhile: ``unless_replaced()``. Opened files are then read regardless of writers.
+meanwhile: ``retry_if_replaced()``. Opened files are then read regardless of writers.
 
 The file system must be shared by all ranks, rename atomically within a folder, and flush data to stable
 storage by fsync. A file that one host has written, synced and closed must be visible to another host that
@@ -95,7 +95,7 @@ def check_path(path: StrPath) -> None:
         raise ValueError(f"{text}: an address; checkpoints are folders of a file system that all ranks share")
 
 
-def absolute(path: StrPath) -> Path:
+def absolute_path(path: StrPath) -> Path:
     """Return the absolute path, with a name and a parent folder. Links are resolved before ``..``, as by the system."""
     path = Path(path)
     return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
@@ -104,7 +104,7 @@ def absolute(path: StrPath) -> Path:
 def check_target(path: StrPath) -> None:
     """Raise ValueError or FileExistsError for a path where a save is impossible or would overwrite other data."""
     check_path(path)
-    folder = absolute(path)
+    folder = absolute_path(path)
     if not folder.name:
         raise ValueError(f"{path}: not the path of a checkpoint")
     if os.path.lexists(folder) and not folder.is_dir():
@@ -142,7 +142,7 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / METADATA).is_file()
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Return True if ``.metadata`` exists, and, if fsdp_c wrote it, all data files that it names."""
     if not is_checkpoint(folder):
         return False
@@ -154,7 +154,7 @@ def is_whole(folder: Path) -> bool:
     return False
 
 
-def unless_replaced(path: Path, work: Callable[[], T]) -> T:
+def retry_if_replaced(path: Path, work: Callable[[], T]) -> T:
     """Return the result of ``work``, a reader of the checkpoint ``path``; repeat it if the checkpoint was replaced."""
     for _ in range(_TRIES):
         before = _generation(path)
@@ -223,7 +223,7 @@ def footer_of(file: BinaryIO, folder: Path, *, compare: bool) -> Footer | None:
         return Footer(data, {name: tuple(info) for name, info in files.items()}, (size, crc32))
 
 
-def _sound_footer(folder: Path) -> Footer | None:
+def _valid_footer(folder: Path) -> Footer | None:
     """Return the footer, None for a missing or damaged ``.metadata``, or torch's."""
     with contextlib.suppress(CheckpointError):
         return read_footer(folder, compare=True) if is_checkpoint(folder) else None
@@ -234,7 +234,7 @@ def _sound_footer(folder: Path) -> Footer | None:
 
 
 @contextmanager
-def new_data(path: Path) -> Iterator[Path]:
+def new_data_folder(path: Path) -> Iterator[Path]:
     """Yield a new data folder for a checkpoint at ``path``, for ``publish``. See [Note: In place at once].
 
     Removed unless published. Raises CheckpointError if another process saves to ``path``.
@@ -248,7 +248,7 @@ def new_data(path: Path) -> Iterator[Path]:
         try:
             yield data
         except BaseException:
-            footer = _sound_footer(path)
+            footer = _valid_footer(path)
             if footer is None or footer.data != data.name:
                 _remove(data)
             raise
@@ -283,7 +283,7 @@ def publish(data: Path, pickled: Iterable[bytes], files: dict[str, tuple[int, in
 
     ``files``: see ``Footer``.
     """
-    path, old = data.parent, _sound_footer(data.parent)
+    path, old = data.parent, _valid_footer(data.parent)
     write_file(data / METADATA, with_footer(pickled, Footer(data.name, files)))
     sync_folder(data)
     sync_folder(path)
@@ -401,7 +401,7 @@ def remove_checkpoint(path: Path) -> None:
 
 def _remove_leftovers(path: Path) -> None:
     """Remove data of killed saves and of replaced checkpoints: all that ``.metadata`` does not name."""
-    footer = _sound_footer(path)
+    footer = _valid_footer(path)
     if is_checkpoint(path) and footer is None and not _files_of_torch(path):
         return  # damaged: its data may be the only copy
     for data in _data_in(path):
@@ -464,7 +464,7 @@ def latest(folder: StrPath) -> Path | None:
         found = [(name.number, path) for path in Path(folder).iterdir() if (name := _Name.of(path.name))]
     except FileNotFoundError:
         return None
-    return next((path for _, path in sorted(found, reverse=True) if is_whole(path)), None)
+    return next((path for _, path in sorted(found, reverse=True) if is_complete(path)), None)
 
 
 def check_keep(path: Path, keep: int | None) -> None:
@@ -495,10 +495,10 @@ def remove_older(path: Path, keep: int) -> None:
     kept = 1
     for number, each in sorted(others, reverse=True):
         try:
-            if is_whole(each) and kept < keep:
+            if is_complete(each) and kept < keep:
                 kept += 1
             # otherwise another job may be saving it
-            elif has_data(each) and (is_whole(each) or number < own.number):
+            elif has_data(each) and (is_complete(each) or number < own.number):
                 remove_checkpoint(each)
         except (CheckpointError, OSError) as error:
             warnings.warn(f"{each}: not removed, as keep={keep} asks for: {error}", stacklevel=2)

@@ -52,7 +52,7 @@ class HostCopies:
     def __init__(self) -> None:
         self.memory: Tensor | None = None
         self._streams: dict[torch.device, Any] = {}
-        self._on_the_way: list[tuple[torch.device, Any]] = []  # (device, event) of pending copies
+        self._pending: list[tuple[torch.device, Any]] = []  # (device, event) of pending copies
         self._held: list[Tensor] = []  # alive until copied
         # (tensor, version) by name; no code but an optimizer's step may write to them
         self._watched: dict[str, tuple[Tensor, int]] = {}
@@ -61,7 +61,7 @@ class HostCopies:
         self._hook: Any = None
 
     @torch.no_grad()
-    def copied(
+    def start(
         self, flat: StateDict, paths: dict[str, PathInDict], params: Iterable[tuple[str, Tensor]]
     ) -> StateDict:
         """Return ``flat`` with copies of all tensors, and other values pickled.
@@ -102,15 +102,15 @@ class HostCopies:
         for one in sources:
             if copies[one.key] is None:
                 copies[one.key] = one.value.detach().to("cpu", copy=True)
-        self._follow(streams)
+        self._record_events(streams)
         return copies
 
     def wait(self) -> None:
         """Wait for pending copies, in the reading thread. Raise CheckpointError for tensors modified meanwhile."""
-        for _, event in self._on_the_way:
+        for _, event in self._pending:
             event.synchronize()
-        self._look()
-        self._on_the_way, self._held = [], []
+        self._record_writes()
+        self._pending, self._held = [], []
         written, self._written = self._written, []
         if written:
             were = "was" if len(written) == 1 else "were"
@@ -124,7 +124,7 @@ class HostCopies:
             if tensor.device.type != "cpu" and not tensor.is_inference():
                 self._watched[name] = (tensor, tensor._version)
 
-    def _look(self) -> None:
+    def _record_writes(self) -> None:
         """Compare versions once; later writes follow the copy."""
         with self._lock:
             self._written += [name for name, (one, was) in self._watched.items() if one._version != was]
@@ -153,17 +153,17 @@ class HostCopies:
         self._held.append(storage.content)
         return stream
 
-    def _follow(self, streams: dict[Any, torch.device]) -> None:
+    def _record_events(self, streams: dict[Any, torch.device]) -> None:
         for stream, device in streams.items():
             event = torch.get_device_module(device).Event()
             event.record(stream)
-            self._on_the_way.append((device, event))
+            self._pending.append((device, event))
         if streams and self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, *_: object) -> None:
-        self._look()
-        for device, event in self._on_the_way:
+        self._record_writes()
+        for device, event in self._pending:
             torch.get_device_module(device).current_stream(device).wait_event(event)
 
 

@@ -19,15 +19,15 @@ from torch.distributed.checkpoint.utils import find_tensor_shard
 from fsdp_c import _C
 from fsdp_c.checkpoint import background
 from fsdp_c.checkpoint.contents import Checkpoint, PathInDict, TensorEntry
-from fsdp_c.checkpoint.folder import CheckpointError, StrPath, check_path, unless_replaced
+from fsdp_c.checkpoint.folder import CheckpointError, StrPath, check_path, retry_if_replaced
 from fsdp_c.checkpoint.model_state import (
     EXTRA,
     EXTRA_STATE,
-    extra_state_takers,
+    extra_state_setters,
     is_extra_state,
     model_state,
+    reshard_units,
     set_extra_state,
-    show_loaded,
     uncompiled,
 )
 from fsdp_c.checkpoint.optim_state import Optimizers, OptimTarget, as_list
@@ -71,7 +71,7 @@ def load(
         check_path(path)
         read = functools.partial(read_checkpoint, Path(path), compare=ranks.is_first)
         make = functools.partial(_Loading, model, optimizer, read, model_key, optim_key, strict)
-        return unless_replaced(Path(path), make)
+        return retry_if_replaced(Path(path), make)
 
     for _ in range(_TRIES):
         loading, found = ranks.agree(what, prepare, lambda loading: loading.checkpoint.identity)
@@ -82,8 +82,8 @@ def load(
         raise CheckpointError(f"{what} failed: ranks found different checkpoints there, {_TRIES} times")
     with closing(loading.checkpoint):
         ranks.agree(what, loading.read_tensors)
-    ranks.agree(what, loading.show)
-    return loading.finish()
+    ranks.agree(what, loading.apply_to_modules)
+    return loading.apply_to_optimizers()
 
 
 class _Loading:
@@ -113,9 +113,9 @@ class _Loading:
             self.optims.append(OptimTarget(model, each, self.checkpoint, optim_key, first_group))
             self.targets.update(self.optims[-1].tensors)
         if strict:
-            self._check_strangers()
+            self._check_unknown_fqns()
         self.items = {key: self._read_items(key, target) for key, target in self.targets.items()}
-        self.checkpoint.hold(item.chunk.file for items in self.items.values() for item in items)
+        self.checkpoint.keep_open(item.chunk.file for items in self.items.values() for item in items)
         for optim in self.optims:
             optim.values |= read_entries(self.checkpoint, optim.early_keys)
             optim.check()
@@ -126,7 +126,7 @@ class _Loading:
         expected = {prefix + name: value for name, value in self.own.items()}
         entries = self.checkpoint.entries
         own = {key: expected.pop(key) for key in [*expected] if is_extra_state(key)}
-        takers = {prefix + name for name in extra_state_takers(model)}
+        setters = {prefix + name for name in extra_state_setters(model)}
         missing, errors = [], []
         for key, value in expected.items():
             entry, shape = entries.get(key), tuple(value.shape)
@@ -138,18 +138,18 @@ class _Loading:
                 errors.append(f"{key} has shape {entry.shape} in the checkpoint, {shape} in the model")
             else:
                 self.targets[key] = value
-        for key in dict.fromkeys([*own, *takers]):
+        for key in dict.fromkeys([*own, *setters]):
             if any(each == key or each.startswith(f"{key}.") for each in entries):
-                if key in takers:
+                if key in setters:
                     self.nested[key.removeprefix(prefix)] = key
                 elif strict:
                     errors.append(f"{key} is unexpected: the module that has it has no set_extra_state()")
-            elif key in takers and flatten_state_dict({key: own.get(key)})[0]:  # {} is saved as nothing
+            elif key in setters and flatten_state_dict({key: own.get(key)})[0]:  # {} is saved as nothing
                 missing.append(key)
         if strict:
             errors += [f"{key} is missing" for key in missing]
-            known = {*expected, *own, *takers}
-            below = tuple(f"{key}." for key in {*own, *takers, *others})
+            known = {*expected, *own, *setters}
+            below = tuple(f"{key}." for key in {*own, *setters, *others})
             errors += [
                 f"{key} is unexpected"
                 for key in entries
@@ -159,8 +159,8 @@ class _Loading:
             shown = errors if len(errors) <= 16 else [*errors[:16], f"and {len(errors) - 16} more"]
             raise CheckpointError("\n\t".join([f"{self.checkpoint.folder} does not fit the model:", *shown]))
 
-    def _check_strangers(self) -> None:
-        strangers = [optim.strangers() for optim in self.optims]
+    def _check_unknown_fqns(self) -> None:
+        strangers = [optim.unknown_fqns() for optim in self.optims]
         if of_none := sorted(set.intersection(*strangers) if strangers else ()):
             optimizers = "this optimizer does" if len(strangers) == 1 else "these optimizers do"
             raise CheckpointError(
@@ -188,13 +188,13 @@ class _Loading:
         read_items(self.checkpoint, (item for each in self.items.values() for item in each))
 
     @torch.no_grad()
-    def show(self) -> None:
+    def apply_to_modules(self) -> None:
         """Make the modules use the loaded values, also by their set_extra_state()."""
-        show_loaded(self.model)
+        reshard_units(self.model)
         set_extra_state(self.model, self.own_state)
 
     @torch.no_grad()
-    def finish(self) -> StateDict:
+    def apply_to_optimizers(self) -> StateDict:
         """Apply optimizer state, once no rank can fail any more."""
         for optim in self.optims:
             optim.apply()

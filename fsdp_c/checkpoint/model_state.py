@@ -13,7 +13,7 @@ from fsdp_c.checkpoint.values import (
     box_of_rank,
     in_box,
     is_part,
-    mapped_tensors,
+    map_tensors,
     unless_part,
     whole_value,
 )
@@ -73,7 +73,7 @@ def _model_state(model: nn.Module, as_saved: bool, waits: bool = True) -> StateD
     return dict(_in_order(model, managed, original))
 
 
-def _settled_shard(module: ShardedModule, waits: bool) -> Tensor:
+def _up_to_date_shard(module: ShardedModule, waits: bool) -> Tensor:
     """Return the shard, with user edits of parameters written back."""
     handle = handle_of(module)
     check_idle(module)
@@ -89,7 +89,7 @@ def _settled_shard(module: ShardedModule, waits: bool) -> Tensor:
     return local_shard(module)
 
 
-def params_of_script(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def visible_params(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (FQN, parameter that a script may write to) for the parameters of units."""
     for path, module in units_with_paths(model):
         if module._handle is not None:
@@ -131,9 +131,9 @@ def _params_of_units(model: nn.Module, waits: bool) -> dict[nn.Module, dict[str,
     for module in units_of(model):
         if module._handle is not None:
             if any(map(is_part, module._handle.flat_param._params or ())):
-                for name, param in params_of_script(model):
-                    mapped_tensors(name, param, unless_part)
-            parts = split_shard(module, _settled_shard(module, waits))
+                for name, param in visible_params(model):
+                    map_tensors(name, param, unless_part)
+            parts = split_shard(module, _up_to_date_shard(module, waits))
             values = [part_value(module, layout, part) for layout, part in parts]
             for managed in module._handle.managed_params:
                 found.setdefault(managed.module, {})[managed.name] = values[managed.place]
@@ -162,21 +162,21 @@ def _in_order(
         own = of_module.get(module, {})
         for name, param in module._parameters.items():
             if param is not None and name not in own and not is_flat_param_name(name):
-                yield prefix + name, mapped_tensors(prefix + name, param, whole_value)
+                yield prefix + name, map_tensors(prefix + name, param, whole_value)
         for name, value in own.items():
             yield prefix + name, value
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield (
                     prefix + name,
-                    mapped_tensors(prefix + name, buffer.to(dtype=original.get((module, name))), whole_value),
+                    map_tensors(prefix + name, buffer.to(dtype=original.get((module, name))), whole_value),
                 )
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             key = prefix + EXTRA_STATE
-            yield key, mapped_tensors(key, module.get_extra_state(), unless_part)
+            yield key, map_tensors(key, module.get_extra_state(), unless_part)
 
 
-def show_loaded(model: nn.Module) -> None:
+def reshard_units(model: nn.Module) -> None:
     """Free unsharded parameters after a write to the shards."""
     for _, module in units_with_paths(model):
         if module._handle is not None:
@@ -187,7 +187,7 @@ def is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == EXTRA_STATE
 
 
-def extra_state_takers(model: nn.Module) -> dict[str, nn.Module]:
+def extra_state_setters(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules with set_extra_state(), by the name of the state."""
     return {
         prefix + EXTRA_STATE: module
@@ -198,6 +198,6 @@ def extra_state_takers(model: nn.Module) -> dict[str, nn.Module]:
 
 def set_extra_state(model: nn.Module, values: StateDict) -> None:
     """Pass extra state to its modules, by name."""
-    for name, module in extra_state_takers(model).items():
+    for name, module in extra_state_setters(model).items():
         if name in values:
             module.set_extra_state(values[name])

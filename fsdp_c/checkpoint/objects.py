@@ -37,21 +37,21 @@ def _rebuilt(value: Any, items: list[Any]) -> Any:
     return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
-def plain(value: object) -> Any:
+def to_plain(value: object) -> Any:
     """Return ``value`` in its saved form: numpy scalars in nested dicts, lists and tuples become Python numbers."""
     if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()} or _EmptyDict()
+        return {key: to_plain(one) for key, one in value.items()} or _EmptyDict()
     if isinstance(value, list):
-        return [plain(one) for one in value]
+        return [to_plain(one) for one in value]
     if isinstance(value, tuple):
-        return _rebuilt(value, [plain(one) for one in value])
+        return _rebuilt(value, [to_plain(one) for one in value])
     numpy = sys.modules.get("numpy")  # None if not imported: then no value has numpy's types
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcSU":
         return value.item()  # item() of a long double remains a long double
     return value
 
 
-def pickled(value: object) -> io.BytesIO:
+def pickle_object(value: object) -> io.BytesIO:
     """Return ``value`` as written by ``torch.save``. Raise TypeError for a value that ``load`` could not read."""
     if isinstance(value, Pickled):
         return value.content
@@ -69,7 +69,7 @@ class Pickled:
     """An object pickled ahead of the write, so that the script may modify the original meanwhile."""
 
     def __init__(self, value: object) -> None:
-        self.content = pickled(value)
+        self.content = pickle_object(value)
 
 
 def reason(error: Exception) -> str:

@@ -20,8 +20,8 @@ from fsdp_c.checkpoint.contents import Checkpoint, PathInDict, TensorEntry
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.model_state import part_value, uncompiled
 from fsdp_c.checkpoint.planning import path_below
-from fsdp_c.checkpoint.storage import put_at
-from fsdp_c.checkpoint.values import RangeTensor, in_box, mapped_tensors, whole_value
+from fsdp_c.checkpoint.storage import set_nested
+from fsdp_c.checkpoint.values import RangeTensor, in_box, map_tensors, whole_value
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.compat.errors import first_names
 from fsdp_c.optim import WholeParameters
@@ -103,13 +103,13 @@ def _state_of_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDi
     for param, known in (each for group in groups for each in group):
         for name, value in dequantized(optimizer, held.get(param, {}), torch.device("cpu")).items():
             for fqn, part in _parts(param, known, name, value):
-                state.setdefault(fqn, {})[name] = _as_copy(part) if quantizes(optimizer) else part
+                state.setdefault(fqn, {})[name] = _mark_as_copy(part) if quantizes(optimizer) else part
     names = [[fqn for _, known in group for fqn in known.fqns] for group in groups]
     named = [group | {"params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
     return {"state": state, "param_groups": named}
 
 
-def _as_copy(part: object) -> object:
+def _mark_as_copy(part: object) -> object:
     """Mark dequantized state as a copy, outside of the optimizer's memory."""
     if not isinstance(part, Tensor) or not part.dim():
         return part
@@ -169,7 +169,7 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
             value.mapped(lambda one: _nothing_of(one) if one.is_meta else whole_value(one)).value,
         )
     elif known.module is None:
-        yield known.fqns[0], mapped_tensors(name, value, whole_value)
+        yield known.fqns[0], map_tensors(name, value, whole_value)
     elif not isinstance(value, Tensor) or value.dim() == 0:
         if holds_elements(known):
             yield from ((fqn, value) for fqn in known.fqns)
@@ -260,7 +260,7 @@ class OptimTarget:
         }
         return {name: entry.shape for name, entry in entries.items() if isinstance(entry, TensorEntry)}
 
-    def strangers(self) -> set[str]:
+    def unknown_fqns(self) -> set[str]:
         """Return FQNs with state in the checkpoint that are not this optimizer's.
 
         Raises CheckpointError for a checkpoint without an optimizer.
@@ -334,7 +334,7 @@ class OptimTarget:
         def value() -> object:
             made: StateDict = {}
             for path, key in parts.items():
-                put_at(self.checkpoint, key, made, ("", *path), self.values[key])
+                set_nested(self.checkpoint, key, made, ("", *path), self.values[key])
             return made[""] if known.module is None else WholeState(made[""], None)
 
         return value
@@ -415,7 +415,7 @@ class OptimTarget:
                 raise CheckpointError(
                     f"{self.checkpoint.folder}: {key} is {type(value).__name__}, and no group"
                 )
-            put_at(self.checkpoint, key, saved.setdefault(owner, {}), tuple(rest), value)
+            set_nested(self.checkpoint, key, saved.setdefault(owner, {}), tuple(rest), value)
         by_fqn = {
             uncompiled(fqn): group for group in saved.values() for fqn in group.get("params", ())
         } or saved

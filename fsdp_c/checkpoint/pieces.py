@@ -49,7 +49,7 @@ def is_dense(tensor: Tensor) -> bool:
     return are_dense(tensor.shape, tensor.stride())
 
 
-def in_memory(tensor: Tensor) -> Tensor:
+def dense_on_cpu(tensor: Tensor) -> Tensor:
     """Return ``tensor`` on the CPU and dense: itself if it is."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
@@ -58,7 +58,7 @@ def in_memory(tensor: Tensor) -> Tensor:
     return tensor if is_dense(tensor) else tensor.contiguous()
 
 
-def narrowed(tensor: Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> Tensor:
+def narrow_box(tensor: Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> Tensor:
     """Return a view of a box of the tensor."""
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         tensor = tensor.narrow(dim, offset, length)

@@ -192,7 +192,7 @@ class _Row(NamedTuple):
     positions: Positions
 
 
-def merged(plans: Sequence[RankPlan]) -> Planned:
+def merge_plans(plans: Sequence[RankPlan]) -> Planned:
     """Assign one writer to each value. Raise ValueError if ranks hold only a part of a tensor, or overlapping parts."""
     lists: dict[bytes, list[PathInDict]] = {}
     for part in (part for plan in plans for part in plan):
@@ -234,7 +234,7 @@ def _group(paths: list[PathInDict], rows: list[_Row], writers: _Writers) -> Grou
     if any((row.held is None) != (first is None) for row in rows):
         raise ValueError(f"{key} is a tensor on some ranks and another value on others")
     if first is None:
-        return Group(paths, [], writers.share_out(rows, len(paths)))
+        return Group(paths, [], writers.assign_writers(rows, len(paths)))
     by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[Held, _Row]]] = {}
     for row in rows:
         # the first rank's wins if replicas differ
@@ -265,7 +265,7 @@ def _box(key: str, held: list[tuple[Held, _Row]], count: int, writers: _Writers)
             raise ValueError(f"{key}: ranks have its dimensions in different orders in memory")
         end = start + own.numel
         box.starts.append(start)
-        box.sources.append(writers.share_out([row for other, row in rows if other == own], count))
+        box.sources.append(writers.assign_writers([row for other, row in rows if other == own], count))
     if end != box.held.numel:
         raise ValueError(f"{key}: ranks hold {end} of {box.held.numel} elements of a part of it")
     return box
@@ -278,7 +278,7 @@ class _Writers:
         self.shares: list[list[Share]] = [[] for _ in range(world_size)]
         self.loads = [0] * world_size
 
-    def share_out(self, rows: list[_Row], count: int) -> list[Source]:
+    def assign_writers(self, rows: list[_Row], count: int) -> list[Source]:
         """Divide the keys among ranks with equal parts, beginning with those with the least data to write."""
         rows = sorted(rows, key=lambda row: self.loads[row.rank])[:count]
         sources = []

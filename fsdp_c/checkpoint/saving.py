@@ -20,19 +20,19 @@ from fsdp_c.checkpoint.contents import PathInDict
 from fsdp_c.checkpoint.folder import (
     CheckpointError,
     StrPath,
-    absolute,
+    absolute_path,
     check_keep,
     check_target,
-    new_data,
+    new_data_folder,
     remove_older,
 )
 from fsdp_c.checkpoint.host_copies import HostCopies
-from fsdp_c.checkpoint.model_state import EXTRA, _model_state, params_of_script
-from fsdp_c.checkpoint.objects import plain
+from fsdp_c.checkpoint.model_state import EXTRA, _model_state, visible_params
+from fsdp_c.checkpoint.objects import to_plain
 from fsdp_c.checkpoint.optim_state import Optimizers, optim_state
 from fsdp_c.checkpoint.rank_group import RankGroup
-from fsdp_c.checkpoint.values import TOO_DEEP, mapped_tensors, whole_value
-from fsdp_c.checkpoint.writing import HeldUnit, Writer, contested, units_of_some
+from fsdp_c.checkpoint.values import TOO_DEEP, map_tensors, whole_value
+from fsdp_c.checkpoint.writing import HeldUnit, Writer, contested_params, partly_held_units
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import ranks_text
 from fsdp_c.sharding.holders import group_of_model, ranks_of
@@ -83,7 +83,7 @@ def save(
     """
     in_background.finish()
     own_group = process_group or group_of_model(model)
-    target, ranks = absolute(path), RankGroup(own_group)
+    target, ranks = absolute_path(path), RankGroup(own_group)
     check_keep(target, keep)
     count = dist.get_world_size(own_group) if ranks.is_distributed else 1
     if count > 1 and dist.get_backend(own_group) == "fake":
@@ -114,10 +114,10 @@ def _write(
 
         def prepare() -> tuple[_State, Path | None]:
             check_target(path)
-            return made(), stack.enter_context(new_data(target)) if ranks.is_first else None
+            return made(), stack.enter_context(new_data_folder(target)) if ranks.is_first else None
 
         (state, _), told = ranks.agree(what, prepare, lambda prepared: (prepared[1], prepared[0].units))
-        found = contested(state.units, (units for _, units in told))
+        found = contested_params(state.units, (units for _, units in told))
         writer = Writer(state.values, state.paths, told[0][0], found)
         _, plans = ranks.agree(what, writer.plan, lambda plan: (plan, writer.contents), is_callers=False)
         own, _ = ranks.agree(what, lambda: writer.write(ranks.rank, plans), is_callers=False)
@@ -162,8 +162,8 @@ def _saved_state(
     if extra is not None:
         if not isinstance(extra, dict):
             raise TypeError(f"extra: expected a dict, got {type(extra).__name__}")
-        state[EXTRA] = _plain_values(mapped_tensors(EXTRA, extra, whole_value))
-    return _State(*flatten_state_dict(state), units_of_some(model, world_size))
+        state[EXTRA] = _plain_values(map_tensors(EXTRA, extra, whole_value))
+    return _State(*flatten_state_dict(state), partly_held_units(model, world_size))
 
 
 _claimed: set[Path] = set()
@@ -185,7 +185,7 @@ def _copies(made: Callable[[], _State], model: nn.Module) -> Callable[[], _State
     begun: Future[_State] = Future()
     try:
         state = made()
-        copies = _host_copies.copied(state.values, state.paths, params_of_script(model))
+        copies = _host_copies.start(state.values, state.paths, visible_params(model))
         begun.set_result(state._replace(values=copies))
     except Exception as error:
         begun.set_exception(error)
@@ -202,7 +202,7 @@ def _plain_values(values: StateDict) -> StateDict:
     made = {}
     for name, value in values.items():
         try:
-            made[name] = plain(value)
+            made[name] = to_plain(value)
         except RecursionError:
             raise ValueError(f"{name} {TOO_DEEP}") from None
     return made

@@ -21,7 +21,7 @@ from fsdp_c.checkpoint.contents import BytesEntry, Checkpoint, Chunk, PathInDict
 from fsdp_c.checkpoint.folder import METADATA, CheckpointError, footer_of, locate, refusing
 from fsdp_c.checkpoint.layout_file import read_layout
 from fsdp_c.checkpoint.metadata import checkpoint_of_torch
-from fsdp_c.checkpoint.pieces import MAX_NBYTES, memory, narrowed, read_data
+from fsdp_c.checkpoint.pieces import MAX_NBYTES, memory, narrow_box, read_data
 from fsdp_c.checkpoint.planning import path_below
 from fsdp_c.compat.aliases import StateDict
 
@@ -116,7 +116,7 @@ def read_entries(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def put_at(checkpoint: Checkpoint, key: str, nested: StateDict, path: PathInDict, value: Any) -> None:
+def set_nested(checkpoint: Checkpoint, key: str, nested: StateDict, path: PathInDict, value: Any) -> None:
     """Store ``value`` in nested dicts and lists. Raise CheckpointError if paths conflict."""
     try:
         set_element(nested, path, value)
@@ -132,7 +132,7 @@ def read_nested(checkpoint: Checkpoint, root: str) -> Any:
     keys = [key for key in checkpoint.entries if key == root or key.startswith(f"{root}.")]
     for key, value in read_entries(checkpoint, keys).items():
         below = path_below(checkpoint.paths[key], root) or key.removeprefix(root).split(".")[1:]
-        put_at(checkpoint, key, result, ("", *below), value)
+        set_nested(checkpoint, key, result, ("", *below), value)
     return result.get("")
 
 
@@ -152,7 +152,7 @@ def items_of(key: str, entry: TensorEntry, offsets: Sequence[int], box: Tensor) 
         starts = [max(theirs, own) for theirs, _, own, _ in boxes]
         ends = [min(theirs + size, own + length) for theirs, size, own, length in boxes]
         own = map(int.__sub__, starts, offsets)
-        target = narrowed(box, own, map(int.__sub__, ends, starts))
+        target = narrow_box(box, own, map(int.__sub__, ends, starts))
         yield Item(key, chunk, list(map(int.__sub__, starts, chunk.offsets)), target)
 
 
@@ -218,7 +218,7 @@ def _finish(checkpoint: Checkpoint, job: list[_Part], filled: Future[None]) -> N
             data = read_chunk(checkpoint, key, chunk)
         if data is not wanted[0].target:
             for item in wanted:
-                item.target.copy_(narrowed(data, item.offsets, item.target.shape))
+                item.target.copy_(narrow_box(data, item.offsets, item.target.shape))
 
 
 def reading_threads() -> int:

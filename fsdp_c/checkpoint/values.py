@@ -235,7 +235,7 @@ def unless_part(tensor: Tensor) -> Tensor:
 TOO_DEEP = "is nested too deeply to be saved, or holds itself"
 
 
-def mapped_tensors(name: str, value: Any, function: Callable[[Tensor], object]) -> Any:
+def map_tensors(name: str, value: Any, function: Callable[[Tensor], object]) -> Any:
     """Return ``value`` with ``function`` applied to tensors in nested dicts and lists. Errors name the tensor.
 
     Raises NotImplementedError for a tensor that is not one array of numbers; ValueError for a dict or list

@@ -21,8 +21,8 @@ from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, file_of, publish, 
 from fsdp_c.checkpoint.layout_file import layout_content
 from fsdp_c.checkpoint.metadata import metadata_content
 from fsdp_c.checkpoint.model_state import uncompiled
-from fsdp_c.checkpoint.objects import pickled
-from fsdp_c.checkpoint.pieces import FileWriter, in_memory, is_dense, memory
+from fsdp_c.checkpoint.objects import pickle_object
+from fsdp_c.checkpoint.pieces import FileWriter, dense_on_cpu, is_dense, memory
 from fsdp_c.checkpoint.planning import (
     RECORD,
     Held,
@@ -32,7 +32,7 @@ from fsdp_c.checkpoint.planning import (
     RankPlan,
     RankResult,
     Share,
-    merged,
+    merge_plans,
     put_records,
 )
 from fsdp_c.checkpoint.values import RangeTensor, in_box
@@ -93,7 +93,7 @@ class Writer:
     def write(self, rank: int, told: list[tuple[RankPlan, Contents]]) -> RankResult | None:
         """Write this rank's file, if it has a share. ``told``: ``plan()`` and ``contents`` of all ranks."""
         _refuse_different(contents for _, contents in told)
-        self.planned = merged([plan for plan, _ in told])
+        self.planned = merge_plans([plan for plan, _ in told])
         shares = self.planned.shares[rank]
         if not shares:
             return None
@@ -117,7 +117,7 @@ class Writer:
                     written = [_write_box(box, rank, writer, known) for box in value.boxes.values()]
                     records[share][nth] = b"".join(written)
                 else:
-                    content = pickled(value).getbuffer()
+                    content = pickle_object(value).getbuffer()
                     records[share][nth] = RECORD.pack(*writer.write_bytes(content), rank)
             except OSError:
                 raise
@@ -157,7 +157,7 @@ def _write_box(data: Tensor, rank: int, writer: FileWriter, known: dict[object, 
         key = data.data_ptr(), data.device, data.dtype, data.shape, data.stride()
     record = known.get(key)
     if record is None:
-        record = RECORD.pack(*writer.write_tensor(in_memory(data)), rank)
+        record = RECORD.pack(*writer.write_tensor(dense_on_cpu(data)), rank)
         if key is not None:
             known[key] = record
     return record
@@ -176,7 +176,7 @@ class HeldUnit(NamedTuple):
     names: tuple[str, ...]  # names of its parameters in the model
 
 
-def units_of_some(model: nn.Module, count: int) -> list[HeldUnit]:
+def partly_held_units(model: nn.Module, count: int) -> list[HeldUnit]:
     """Return the units held by fewer than ``count`` ranks. Ranks of tensor parallelism are in one group."""
     found = []
     for path, module in units_with_paths(model):
@@ -186,7 +186,7 @@ def units_of_some(model: nn.Module, count: int) -> list[HeldUnit]:
     return found
 
 
-def contested(own: list[HeldUnit], told: Iterable[list[HeldUnit]]) -> dict[str, HeldUnit]:
+def contested_params(own: list[HeldUnit], told: Iterable[list[HeldUnit]]) -> dict[str, HeldUnit]:
     """Return the parameters of ``own`` units that ranks hold over unconnected groups, with their units.
 
     ``told``: the units of all ranks.
@@ -222,7 +222,7 @@ Contents = dict[tuple[str, Offsets, int], _Content]
 def _content(part: RangeTensor, unit: HeldUnit) -> _Content:
     crc32 = 0
     for box in part.boxes.values():
-        crc32 = zlib.crc32(memory(in_memory(box)), crc32)
+        crc32 = zlib.crc32(memory(dense_on_cpu(box)), crc32)
     return _Content(part.held, crc32, unit.path, sorted(frozenset().union(*unit.groups)))
 
 

@@ -264,7 +264,7 @@ def test_a_folder_of_a_first_save_that_was_killed_is_no_checkpoint(tmp_path: Pat
     path = tmp_path / "step-2"
     save(tmp_path / "step-1", 1)
     with pytest.raises(KeyboardInterrupt), mock.patch.object(folder, "_remove"):
-        with folder.new_data(path) as data:
+        with folder.new_data_folder(path) as data:
             (data / "__0_0.distcp").write_bytes(b"half")
             raise KeyboardInterrupt
     with pytest.raises(FileNotFoundError, match="not a checkpoint: it has no .metadata"):
@@ -335,7 +335,7 @@ def test_a_second_writer_is_refused_by_name_and_touches_nothing(exists: bool, tm
     path = tmp_path / "ckpt"
     if exists:
         save(path, 1)
-    with folder.new_data(path) as temporary:
+    with folder.new_data_folder(path) as temporary:
         (temporary / "__0_0.distcp").write_bytes(b"of the first")
         before = listed(tmp_path)
         with pytest.raises(
@@ -362,14 +362,14 @@ def test_a_writer_that_lost_its_lock_publishes_nothing(
         (path / ".saving.lock").unlink()
         save(path, 2)
 
-    with folder.new_data(path) as data:
+    with folder.new_data_folder(path) as data:
         (data / "__0_0.distcp").write_bytes(b"1")
         lose() if not is_written else None
         syncing = once(lose, folder.sync_folder) if is_written else folder.sync_folder
         with pytest.raises(FileNotFoundError), mock.patch.object(folder, "sync_folder", syncing):
             folder.publish(data, [b"of the zombie"], {})
         assert loaded(path) == 2
-        with folder.new_data(path):
+        with folder.new_data_folder(path):
             lock_of_the_other = set(tmp_path.rglob("*.lock"))
     assert loaded(path) == 2 and lock_of_the_other
     assert len(listed(tmp_path)) == 3
@@ -381,7 +381,7 @@ def test_without_locks_only_what_was_replaced_is_removed(exists: bool, tmp_path:
     if exists:
         save(path, 1)
     with mock.patch("fcntl.flock", side_effect=OSError(errno.ENOTSUP, "Operation not supported")):
-        with folder.new_data(path) as temporary:
+        with folder.new_data_folder(path) as temporary:
             (temporary / "__0_0.distcp").write_bytes(b"1")
             save(path, 2)
             save(path, 3)
@@ -464,7 +464,7 @@ def test_what_could_not_be_held_open_and_is_gone_is_told(tmp_path: Path) -> None
     save(path, 1)
     with mock.patch("resource.getrlimit", return_value=(1, 1)):
         found = storage.read_checkpoint(path)
-        found.hold(found.sizes)
+        found.keep_open(found.sizes)
     save(path, 2)
     (name,) = [name for name in found.sizes if name.endswith(".distcp")]
     with pytest.raises(CheckpointError, match="__0_0.distcp: gone while the checkpoint was read"):

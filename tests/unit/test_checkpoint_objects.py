@@ -341,7 +341,7 @@ def test_a_known_name_takes_what_it_is_for_and_no_more(content):
 
 
 def test_threads_read_at_once_and_torchs_list_is_what_the_user_made_it():
-    content = objects.pickled([datetime.date(2026, 1, 1), Path("a"), {np.float64(2)}]).getvalue()
+    content = objects.pickle_object([datetime.date(2026, 1, 1), Path("a"), {np.float64(2)}]).getvalue()
     before = set(torch.serialization.get_safe_globals())
     failures: list[BaseException] = []
 
@@ -363,5 +363,5 @@ def test_threads_read_at_once_and_torchs_list_is_what_the_user_made_it():
             thread.join()
         assert failures == []
         assert set(torch.serialization.get_safe_globals()) == listed
-        assert objects.load(objects.pickled(array).getvalue()).tolist() == [0, 1, 2]
+        assert objects.load(objects.pickle_object(array).getvalue()).tolist() == [0, 1, 2]
     assert set(torch.serialization.get_safe_globals()) == before

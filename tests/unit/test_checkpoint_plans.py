@@ -25,7 +25,7 @@ from fsdp_c.checkpoint.planning import (
     RankPart,
     RankPlan,
     RankResult,
-    merged,
+    merge_plans,
     put_records,
 )
 
@@ -63,7 +63,7 @@ def plans_of(ranks: int, layers: int = 3, replicas: int = 1) -> list[RankPlan]:
 
 def written(plans: list[RankPlan]) -> Planned:
     """The plan of all ranks, and where all would lie that they write: a record tells rank, part and key."""
-    planned = merged(plans)
+    planned = merge_plans(plans)
     results = {}
     for rank, plan in enumerate(plans):
         records = []
@@ -119,7 +119,7 @@ def nbytes_by_rank(plans: list[RankPlan], planned: Planned) -> list[int]:
 
 def test_replicas_share_the_work() -> None:
     plans = plans_of(8, layers=6, replicas=4)
-    nbytes = nbytes_by_rank(plans, merged(plans))
+    nbytes = nbytes_by_rank(plans, merge_plans(plans))
     assert max(nbytes) < 1.3 * sum(nbytes) / len(nbytes) and min(nbytes) > 0
 
 
@@ -142,7 +142,7 @@ def test_replicas_share_the_work() -> None:
 )
 def test_what_ranks_do_not_hold_together_is_refused_by_name(parts: list[Held | None], reason: str) -> None:
     with pytest.raises(ValueError, match=f"model.weight.* {reason}"):
-        merged([[RankPart.of(held, [("model", "weight")])] for held in parts])
+        merge_plans([[RankPart.of(held, [("model", "weight")])] for held in parts])
 
 
 def calls_of(work: Callable[[], object]) -> int:
@@ -166,7 +166,7 @@ def test_the_first_ranks_work_grows_no_faster_than_the_ranks() -> None:
         counts = [calls_of(functools.partial(work, plans_of(ranks))) for ranks in (40, 160, 640)]
         return (large / small for small, large in zip(counts, counts[1:], strict=False))
 
-    assert all(factor < 4.4 for factor in growth(merged))
+    assert all(factor < 4.4 for factor in growth(merge_plans))
     assert all(factor < 4.4 for factor in growth(lambda plans: written(plans)))
     tables = [(ranks, written(plans_of(ranks))) for ranks in (40, 160, 640)]
     counts = [calls_of(functools.partial(content_of, table, ranks)) for ranks, table in tables]
@@ -174,7 +174,7 @@ def test_the_first_ranks_work_grows_no_faster_than_the_ranks() -> None:
 
 
 def test_more_layers_cost_the_plan_next_to_nothing() -> None:
-    few, many = (calls_of(functools.partial(merged, plans_of(64, layers))) for layers in (2, 32))
+    few, many = (calls_of(functools.partial(merge_plans, plans_of(64, layers))) for layers in (2, 32))
     assert many < 2 * few
     assert max(len(pickle.dumps(plan)) for plan in plans_of(64, 80)) < 4000
 
