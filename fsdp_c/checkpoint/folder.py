@@ -456,8 +456,9 @@ class _Name(NamedTuple):
 def latest(folder: StrPath) -> Path | None:
     """Return the complete checkpoint in ``folder`` whose name has the largest last number, such as step-200.
 
-    None if there is none. A checkpoint is complete if all files that it names exist; ``load`` detects damage
-    in them. Not collective: call it before a save may run, so that all ranks find the same.
+    None if there is none. A checkpoint of fsdp_c is complete if all files that it names exist, one of torch
+    if it has ``.metadata``; ``load`` detects damage. Not collective: call it before a save may run, so that
+    all ranks find the same.
     """
     check_path(folder)
     try:
@@ -501,4 +502,4 @@ def remove_older(path: Path, keep: int) -> None:
             elif has_data(each) and (is_complete(each) or number < own.number):
                 remove_checkpoint(each)
         except (CheckpointError, OSError) as error:
-            warnings.warn(f"{each}: not removed, as keep={keep} asks for: {error}", stacklevel=2)
+            warnings.warn(f"{each}: not removed in spite of keep={keep}: {error}", stacklevel=2)

@@ -68,15 +68,15 @@ def layout_content(groups: list[Group], order: list[str]) -> Iterator[bytes]:
     found = {key_of(path): path for group in groups for path in group.paths}
     paths: list[PathInDict] = [found[key] for key in dict.fromkeys([*order, *found]) if key in found]
     numbers = {path: number for number, path in enumerate(paths)}
-    told = []
+    described = []
     for group in groups:
         one: dict[str, Any] = {"keys": [numbers[path] for path in group.paths], "boxes": None}
         if group.boxes:
             held = group.boxes[0].held
             boxes = [*map(_box_content, group.boxes)]
             one |= {"dtype": str(held.dtype).removeprefix("torch."), "shape": held.shape, "boxes": boxes}
-        told.append(one)
-    text = json.dumps({"piece_nbytes": pieces.MAX_NBYTES, "paths": paths, "groups": told}).encode()
+        described.append(one)
+    text = json.dumps({"piece_nbytes": pieces.MAX_NBYTES, "paths": paths, "groups": described}).encode()
     yield _HEAD.pack(MAGIC, len(text), zlib.crc32(text)) + text
     yield from (group.records for group in groups)
 
@@ -128,10 +128,10 @@ class _Layout:
         header = json.loads(text)
         self.piece_nbytes = header["piece_nbytes"]
         paths = {key_of(path): tuple(path) for path in header["paths"]}
-        keys, made = [*paths], dict[str, Entry]()
+        keys, entries = [*paths], dict[str, Entry]()
         for group in header["groups"]:
-            made.update(self._entries(group, [keys[number] for number in group["keys"]]))
-        self.contents.entries = {key: made[key] for key in keys}
+            entries.update(self._entries(group, [keys[number] for number in group["keys"]]))
+        self.contents.entries = {key: entries[key] for key in keys}
         self.contents.paths = checked_paths(paths, self.contents.entries)
 
     def _entries(self, group: Any, keys: list[str]) -> Iterator[tuple[str, Entry]]:

@@ -1,6 +1,6 @@
 """``.metadata``, DCP's pickle of all keys, boxes and places: written here, and read if torch wrote it.
 
-[Note: A pickle from a stranger]
+[Note: Untrusted pickles]
 A pickle can call every function that it names, and set attributes of every class that it names. Therefore
 classes of DCP are replaced by empty classes created for one read, and other names are refused. A few bytes
 can also request all memory, by the size of a string or of the memo: such a pickle is refused before it is
@@ -64,7 +64,7 @@ def metadata_content(
     """
     where = {key_of(path): (group, slot) for group in groups for slot, path in enumerate(group.paths)}
     keys = [key for key in dict.fromkeys([*order, *where]) if key in where]
-    pickled = _Pickled()
+    pickled = _OpcodeWriter()
     yield b"\x80\x03" + pickled(dcp.Metadata) + b")\x81}(" + pickled("state_dict_metadata") + b"}("
     chunks = {id(group): _chunks(group) for group in groups}
     for key in keys:
@@ -82,7 +82,7 @@ def metadata_content(
     yield pickled("version") + pickled(CURRENT_DCP_VERSION) + b"ub."
 
 
-class _Pickled:
+class _OpcodeWriter:
     """Pickle opcodes of successive values, with references to earlier ones. Compatible with torch 2.10 and later."""
 
     def __init__(self) -> None:
@@ -148,7 +148,11 @@ class _Places:
     """Places of the boxes of each tensor of a group."""
 
     def __init__(
-        self, group: Group, chunks: list[dcp.ChunkStorageMetadata], files: dict[int, str], pickled: _Pickled
+        self,
+        group: Group,
+        chunks: list[dcp.ChunkStorageMetadata],
+        files: dict[int, str],
+        pickled: _OpcodeWriter,
     ) -> None:
         self.group, self.chunks = group, chunks
         self.pickled, self.files = pickled, files

@@ -53,7 +53,7 @@ def to_plain(value: object) -> Any:
 
 def pickle_object(value: object) -> io.BytesIO:
     """Return ``value`` as written by ``torch.save``. Raise TypeError for a value that ``load`` could not read."""
-    if isinstance(value, Pickled):
+    if isinstance(value, PickledObject):
         return value.content
     content = io.BytesIO()
     try:
@@ -65,7 +65,7 @@ def pickle_object(value: object) -> io.BytesIO:
     return content
 
 
-class Pickled:
+class PickledObject:
     """An object pickled ahead of the write, so that the script may modify the original meanwhile."""
 
     def __init__(self, value: object) -> None:

@@ -332,10 +332,10 @@ class OptimTarget:
                 self.early_keys.append(key)
 
         def value() -> object:
-            made: StateDict = {}
+            nested: StateDict = {}
             for path, key in parts.items():
-                set_nested(self.checkpoint, key, made, ("", *path), self.values[key])
-            return made[""] if known.module is None else WholeState(made[""], None)
+                set_nested(self.checkpoint, key, nested, ("", *path), self.values[key])
+            return nested[""] if known.module is None else WholeState(nested[""], None)
 
         return value
 

@@ -26,7 +26,7 @@ class RankGroup:
 
     def agree(
         self,
-        what: str,
+        action: str,
         work: Callable[[], T],
         share: Callable[[T], Any] = lambda _: None,
         *,
@@ -42,29 +42,29 @@ class RankGroup:
             shared = share(result)
         except Exception as caught:
             error = caught
-        with collective_errors.explained(what):
+        with collective_errors.explained(action):
             own = (type(error).__name__, _text(error)) if error else None, shared
-            everything = [own] if self.group is None else tell(own, self.group)
-        kinds = {failed[0] if failed else None for failed, _ in everything}
+            reports = [own] if self.group is None else tell(own, self.group)
+        kinds = {failed[0] if failed else None for failed, _ in reports}
         if error is not None and is_callers and len(kinds) == 1:
             raise error
         ranks: dict[str, int] = {}  # first rank with an error, by its text
-        for rank, (failed, _) in enumerate(everything):
+        for rank, (failed, _) in enumerate(reports):
             if failed:
                 ranks.setdefault(failed[1], rank)
         if ranks:
-            lines = [f"{what} failed on rank {rank}: {text}" for text, rank in ranks.items()]
+            lines = [f"{action} failed on rank {rank}: {text}" for text, rank in ranks.items()]
             raise CheckpointError("\n".join(lines)) from error
-        return result, [one for _, one in everything]  # type: ignore[return-value]  # set if no rank has an error
+        return result, [one for _, one in reports]  # type: ignore[return-value]  # set if no rank has an error
 
-    def gather(self, what: str, value: T) -> list[T] | None:
+    def gather(self, action: str, value: T) -> list[T] | None:
         """Return the values of all ranks on the first one, None on others."""
         if self.group is None:
             return [value]
-        told = [value] * self.group.size() if self.is_first else None
-        with collective_errors.explained(what):
-            dist.gather_object(value, told, group=self.group, group_dst=0)
-        return told
+        values = [value] * self.group.size() if self.is_first else None
+        with collective_errors.explained(action):
+            dist.gather_object(value, values, group=self.group, group_dst=0)
+        return values
 
 
 def _text(error: BaseException) -> str:

@@ -92,33 +92,33 @@ def save(
             f"{dist.get_rank(own_group)} is there, and a checkpoint has the shards of all: save on real ranks"
         )
 
-    def state() -> _State:
+    def collect() -> _State:
         if process_group is None and own_group is not None and ranks.is_first:
-            _claim(target, own_group)
+            _claim_path(target, own_group)
         own = extra if ranks.is_first else None
-        return _saved_state(model, optimizer, own, model_key, optim_key, count, waits=not background)
+        return _collect_state(model, optimizer, own, model_key, optim_key, count, waits=not background)
 
     if not background:
-        _write(path, target, state, ranks, keep)
+        _write(path, target, collect, ranks, keep)
         return BackgroundSave(f"saving {target}")
     beside = RankGroup(in_background.gloo_group(own_group) if ranks.is_distributed else None)
-    copies = _copies(state, model)
+    copies = _start_copies(collect, model)
     return in_background.start(f"saving {target}", lambda: _write(path, target, copies, beside, keep))
 
 
 def _write(
-    path: StrPath, target: Path, made: Callable[[], _State], ranks: RankGroup, keep: int | None
+    path: StrPath, target: Path, collect: Callable[[], _State], ranks: RankGroup, keep: int | None
 ) -> None:
     what = f"saving {target}"
     with ExitStack() as stack:
 
         def prepare() -> tuple[_State, Path | None]:
             check_target(path)
-            return made(), stack.enter_context(new_data_folder(target)) if ranks.is_first else None
+            return collect(), stack.enter_context(new_data_folder(target)) if ranks.is_first else None
 
-        (state, _), told = ranks.agree(what, prepare, lambda prepared: (prepared[1], prepared[0].units))
-        found = contested_params(state.units, (units for _, units in told))
-        writer = Writer(state.values, state.paths, told[0][0], found)
+        (state, _), prepared = ranks.agree(what, prepare, lambda own: (own[1], own[0].units))
+        contested = contested_params(state.units, (units for _, units in prepared))
+        writer = Writer(state.values, state.paths, prepared[0][0], contested)
         _, plans = ranks.agree(what, writer.plan, lambda plan: (plan, writer.contents), is_callers=False)
         own, _ = ranks.agree(what, lambda: writer.write(ranks.rank, plans), is_callers=False)
         results = ranks.gather(what, own)
@@ -141,7 +141,7 @@ class _State(NamedTuple):
 _host_copies = HostCopies()
 
 
-def _saved_state(
+def _collect_state(
     model: nn.Module,
     optimizer: Optimizers | None,
     extra: StateDict | None,
@@ -169,7 +169,7 @@ def _saved_state(
 _claimed: set[Path] = set()
 
 
-def _claim(target: Path, group: dist.ProcessGroup) -> None:
+def _claim_path(target: Path, group: dist.ProcessGroup) -> None:
     """Raise CheckpointError if other ranks of this job, with a model over another group, save to ``target``."""
     if target not in _claimed and _get_default_store().add(f"fsdp_c.checkpoint {target}", 1) > 1:
         raise CheckpointError(
@@ -180,29 +180,29 @@ def _claim(target: Path, group: dist.ProcessGroup) -> None:
     _claimed.add(target)
 
 
-def _copies(made: Callable[[], _State], model: nn.Module) -> Callable[[], _State]:
+def _start_copies(collect: Callable[[], _State], model: nn.Module) -> Callable[[], _State]:
     """Start the copies. Return a function that waits for them, or raises their error, in another thread."""
-    begun: Future[_State] = Future()
+    state_or_error: Future[_State] = Future()
     try:
-        state = made()
+        state = collect()
         copies = _host_copies.start(state.values, state.paths, visible_params(model))
-        begun.set_result(state._replace(values=copies))
+        state_or_error.set_result(state._replace(values=copies))
     except Exception as error:
-        begun.set_exception(error)
+        state_or_error.set_exception(error)
 
-    def finished() -> _State:
-        copied = begun.result()
+    def wait_for_copies() -> _State:
+        state = state_or_error.result()
         _host_copies.wait()
-        return copied
+        return state
 
-    return finished
+    return wait_for_copies
 
 
 def _plain_values(values: StateDict) -> StateDict:
-    made = {}
+    plain = {}
     for name, value in values.items():
         try:
-            made[name] = to_plain(value)
+            plain[name] = to_plain(value)
         except RecursionError:
             raise ValueError(f"{name} {TOO_DEEP}") from None
-    return made
+    return plain

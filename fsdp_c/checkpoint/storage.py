@@ -122,7 +122,7 @@ def set_nested(checkpoint: Checkpoint, key: str, nested: StateDict, path: PathIn
         set_element(nested, path, value)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{checkpoint.folder}: {key} lies within what is no dict or list ({error})"
+            f"{checkpoint.folder}: {key} is below a value that is no dict or list ({error})"
         ) from error
 
 

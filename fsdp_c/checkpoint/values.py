@@ -63,13 +63,13 @@ class RangeTensor(Tensor):
         ``box``: the rank's box of the tensor under tensor parallelism; by default the whole tensor.
         ``is_replica``: true if other ranks hold the same elements, perhaps in other ranges, and write them.
         """
-        made: RangeTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: RangeTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )
-        made.local, made.start, made.order = local.detach(), start, order
-        made.box = box or Box((0,) * len(shape), tuple(shape))
-        made.is_replica = is_replica
-        return made
+        tensor.local, tensor.start, tensor.order = local.detach(), start, order
+        tensor.box = box or Box((0,) * len(shape), tuple(shape))
+        tensor.is_replica = is_replica
+        return tensor
 
     def _like(self, local: Tensor) -> RangeTensor:
         """Return the same part of another tensor."""

@@ -90,10 +90,10 @@ class Writer:
     def _path(self, key: str) -> PathInDict:
         return self.paths.get(key, (key,))
 
-    def write(self, rank: int, told: list[tuple[RankPlan, Contents]]) -> RankResult | None:
-        """Write this rank's file, if it has a share. ``told``: ``plan()`` and ``contents`` of all ranks."""
-        _refuse_different(contents for _, contents in told)
-        self.planned = merge_plans([plan for plan, _ in told])
+    def write(self, rank: int, by_rank: list[tuple[RankPlan, Contents]]) -> RankResult | None:
+        """Write this rank's file, if it has a share. ``by_rank``: ``plan()`` and ``contents`` of all ranks."""
+        _refuse_different(contents for _, contents in by_rank)
+        self.planned = merge_plans([plan for plan, _ in by_rank])
         shares = self.planned.shares[rank]
         if not shares:
             return None
@@ -186,13 +186,13 @@ def partly_held_units(model: nn.Module, count: int) -> list[HeldUnit]:
     return found
 
 
-def contested_params(own: list[HeldUnit], told: Iterable[list[HeldUnit]]) -> dict[str, HeldUnit]:
+def contested_params(own: list[HeldUnit], by_rank: Iterable[list[HeldUnit]]) -> dict[str, HeldUnit]:
     """Return the parameters of ``own`` units that ranks hold over unconnected groups, with their units.
 
-    ``told``: the units of all ranks.
+    ``by_rank``: the units of all ranks.
     """
     held: dict[str, set[Groups]] = {}
-    for unit in (unit for units in told for unit in units):
+    for unit in (unit for units in by_rank for unit in units):
         for name in unit.names:
             held.setdefault(name, set()).add(unit.groups)
     return {name: unit for unit in own for name in unit.names if not _are_connected(held[name])}
@@ -226,10 +226,10 @@ def _content(part: RangeTensor, unit: HeldUnit) -> _Content:
     return _Content(part.held, crc32, unit.path, sorted(frozenset().union(*unit.groups)))
 
 
-def _refuse_different(told: Iterable[Contents]) -> None:
+def _refuse_different(by_rank: Iterable[Contents]) -> None:
     """Raise ValueError for a contested name with different values on ranks."""
     found: Contents = {}
-    for place, one in (each for contents in told for each in contents.items()):
+    for place, one in (each for contents in by_rank for each in contents.items()):
         other = found.setdefault(place, one)
         if other[:2] != one[:2]:
             raise ValueError(

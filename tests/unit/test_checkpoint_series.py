@@ -78,7 +78,7 @@ def test_what_a_kill_amid_a_removal_or_a_first_save_left_is_removed_by_the_next(
 def test_one_that_another_job_saves_to_is_left_with_a_warning(tmp_path: Path) -> None:
     save(tmp_path / "step-1")
     with folder.new_data_folder(tmp_path / "step-1"):
-        with pytest.warns(UserWarning, match="step-1: not removed, as keep=1 asks for: .* is saving there"):
+        with pytest.warns(UserWarning, match="step-1: not removed in spite of keep=1: .* is saving there"):
             save(tmp_path / "step-2", keep=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
