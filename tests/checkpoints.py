@@ -89,16 +89,15 @@ def model_of(version: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def loaded_version(path: Path) -> int:
-    """The version of a checkpoint of ``model_of``; an assertion fails if it is not of one piece."""
-    model = plain()
+def loaded_version(path: Path, model: nn.Module | None = None) -> int:
+    """Return the version of a checkpoint of ``model_of``, or of ``model``. Assert that it is of one piece."""
+    model = model or plain()
     optimizer = torch.optim.AdamW(model.parameters())
-    version = checkpoint.load(model, optimizer, path)["version"]
+    version: int = checkpoint.load(model, optimizer, path)["version"]
+    params = [*model.state_dict().values()]
     of_optimizer = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = [*model.state_dict().values(), *of_optimizer]
-    assert len(tensors) == 16 and {each for tensor in tensors for each in tensor.unique().tolist()} == {
-        version
-    }
+    assert len(of_optimizer) == 3 * len(params)
+    assert {each for tensor in (*params, *of_optimizer) for each in tensor.unique().tolist()} == {version}
     return version
 
 

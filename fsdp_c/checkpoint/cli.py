@@ -109,9 +109,10 @@ def problems(checkpoint: Checkpoint) -> Iterator[str]:
                     read_chunk(checkpoint, key, part)
             except (CheckpointError, OSError) as error:
                 yield str(error)
-    footer = checkpoint.footer
-    for name, (size, framing_crc32) in footer.files.items() if footer else ():
-        if footer is None or name == LAYOUT:
+    if (footer := checkpoint.footer) is None:
+        return
+    for name, (size, framing_crc32) in footer.files.items():
+        if name == LAYOUT:  # compared when it was opened
             continue
         path, crc32, last = f"{footer.data}/{name}", 0, 0
         with checkpoint.open(path) as file:

@@ -26,6 +26,7 @@ from torch import nn
 import fsdp_c
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, writing
+from tests.checkpoints import loaded_version
 from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.ranks import both_views, device, on_ranks
 
@@ -334,19 +335,6 @@ def ended(folder: Path, how: str) -> list[tuple[int, str]]:
     return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
 
 
-def loaded_version(path: Path) -> Any:
-    """What is there, loaded without ranks; an assertion fails if it is not of one piece."""
-    model = nn.Linear(640, 640)
-    optimizer = torch.optim.AdamW(model.parameters())
-    version = checkpoint.load(model, optimizer, path)["version"]
-    tensors = [
-        *model.state_dict().values(),
-        *(t for state in optimizer.state.values() for t in state.values()),
-    ]
-    assert {value for tensor in tensors for value in tensor.unique().tolist()} == {version}
-    return version
-
-
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("how", ENDS)
 def test_an_end_waits_for_the_save_or_leaves_the_old_checkpoint(tmp_path: Path, how: str) -> None:
@@ -356,8 +344,8 @@ def test_an_end_waits_for_the_save_or_leaves_the_old_checkpoint(tmp_path: Path, 
         assert "terminate called" not in said
         assert ("No space left on device" in said) == (how == "full"), said
         assert ("failed on rank 1: OSError" in said) == (how == "full"), said
-    assert loaded_version(tmp_path / "ckpt") == version
     model = nn.Linear(640, 640)
+    assert loaded_version(tmp_path / "ckpt", model) == version
     checkpoint.save(model, None, tmp_path / "ckpt")
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(".ckpt")]
     assert len(list((tmp_path / "ckpt").iterdir())) == 2

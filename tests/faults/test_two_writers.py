@@ -11,31 +11,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError
+from tests.checkpoints import loaded_version, model_of, save_version
 
 SECONDS = 6.0
 
 
-def model_of(job: int) -> nn.Module:
-    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(10)])
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(job)
-    return model
-
-
-def loaded(path: Path) -> int:
-    """The job whose checkpoint is there; an assertion fails if it is not of one piece."""
-    model = model_of(-1)
-    job = checkpoint.load(model, None, path)["job"]
-    assert {value for param in model.parameters() for value in param.unique().tolist()} == {job}
-    return job
+def save(path: Path, job: int) -> None:
+    save_version(*model_of(job), path, job, background=False)
 
 
 @contextmanager
@@ -58,10 +46,10 @@ def forked(work: Callable[[], None]) -> Iterator[int]:
 
 
 def save_again_and_again(path: Path, job: int, until: float) -> None:
-    rng, model, saved, refused = random.Random(job), model_of(job), 0, 0
+    rng, saved, refused = random.Random(job), 0, 0
     while time.monotonic() < until:
         try:
-            checkpoint.save(model, None, path, extra={"job": job})
+            save(path, job)
             saved += 1
         except CheckpointError as error:
             assert "is saving there" in str(error), error
@@ -72,7 +60,7 @@ def save_again_and_again(path: Path, job: int, until: float) -> None:
 
 def test_two_jobs_and_a_reader_of_one_folder(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
-    checkpoint.save(model_of(0), None, path, extra={"job": 0})
+    save(path, 0)
     until = time.monotonic() + SECONDS
     found = []
     with (
@@ -80,8 +68,8 @@ def test_two_jobs_and_a_reader_of_one_folder(tmp_path: Path) -> None:
         forked(lambda: save_again_and_again(path, 2, until)),
     ):
         while time.monotonic() < until:
-            found.append(loaded(path))
-    assert {1, 2} <= {*found} and loaded(path) in (1, 2)
+            found.append(loaded_version(path))
+    assert {1, 2} <= {*found} and loaded_version(path) in (1, 2)
     assert os.listdir(tmp_path) == ["ckpt"]
     assert sorted(name.split("-")[0] for name in os.listdir(path)) == [".metadata", "fsdp_c"]
 
@@ -90,26 +78,26 @@ def test_two_jobs_and_a_reader_of_one_folder(tmp_path: Path) -> None:
 def test_a_writer_that_stops_and_goes_on_is_named_and_loses_nothing(exists: bool, tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     if exists:
-        checkpoint.save(model_of(0), None, path, extra={"job": 0})
+        save(path, 0)
 
     def stop_amid_a_save() -> None:
         write = checkpoint.writing.write_file
 
-        def stopping(*arguments: object) -> None:
+        def stopping(*arguments: Any) -> Any:
             os.kill(os.getpid(), signal.SIGSTOP)
-            write(*arguments)
+            return write(*arguments)
 
         checkpoint.writing.write_file = stopping
-        checkpoint.save(model_of(1), None, path, extra={"job": 1})
+        save(path, 1)
 
     with forked(stop_amid_a_save) as child:
         os.waitpid(child, os.WUNTRACED)
         with pytest.raises(CheckpointError, match=f"process {child} on .* is saving there"):
-            checkpoint.save(model_of(2), None, path, extra={"job": 2})
-        assert not exists or loaded(path) == 0
+            save(path, 2)
+        assert not exists or loaded_version(path) == 0
         os.kill(child, signal.SIGCONT)
         while os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_code == os.CLD_STOPPED:
             os.kill(child, signal.SIGCONT)  # before each file of rank 0's
-    assert loaded(path) == 1
-    checkpoint.save(model_of(2), None, path, extra={"job": 2})
-    assert loaded(path) == 2 and os.listdir(tmp_path) == ["ckpt"]
+    assert loaded_version(path) == 1
+    save(path, 2)
+    assert loaded_version(path) == 2 and os.listdir(tmp_path) == ["ckpt"]
