@@ -27,7 +27,7 @@ import fsdp_c
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, writing
 from tests.checkpoints import loaded_version
-from tests.distributed.test_checkpoint import folder_of_ranks
+from tests.distributed.test_checkpoint import assert_same_tensors, folder_of_ranks
 from tests.ranks import both_views, device, on_ranks
 
 WIDTH = 640  # shards above 1 MiB
@@ -87,12 +87,6 @@ def values(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tens
     }
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
 @contextmanager
 def held_back() -> Iterator[threading.Event]:
     """Nothing is written until the event is set."""
@@ -132,7 +126,7 @@ def test_what_is_saved_is_what_was_there_whatever_training_does_meanwhile(use_or
     model, optimizer = made(2, use_orig_params)
     found = checkpoint.load(model, optimizer, path)
     assert len(found["losses"]) == 1 and optimizer.param_groups[0]["lr"] == 0.01
-    assert_same(values(model, optimizer), expected)
+    assert_same_tensors(values(model, optimizer), expected)
     assert model.module[3].seen == [4]
 
 
@@ -163,10 +157,10 @@ def test_losses_and_parameters_are_those_of_training_without_saves():
                 checkpoint.save(model, optimizer, path, background=True)
         runs.append((losses, values(model, optimizer)))
     assert runs[0][0] == runs[1][0]
-    assert_same(runs[0][1], runs[1][1])
+    assert_same_tensors(runs[0][1], runs[1][1])
     model, optimizer = made(2)
     checkpoint.load(model, optimizer, path)  # waits for the last save
-    assert_same(values(model, optimizer), runs[1][1])
+    assert_same_tensors(values(model, optimizer), runs[1][1])
 
 
 @on_ranks(2)
@@ -258,7 +252,7 @@ def test_ranks_of_a_group_save_beside_each_other(rank):
     handle.wait()
     step(model, optimizer, 1)
     checkpoint.load(model, optimizer, path, process_group=own)
-    assert_same(values(model, optimizer), expected)
+    assert_same_tensors(values(model, optimizer), expected)
 
 
 # ----------------------------------------------------------------- how a process ends
@@ -388,4 +382,4 @@ def test_what_dcp_can_save_asynchronously_is_a_copy(world_size, form):
     future.result()
     dist.barrier()
     checkpoint.load(model, optimizer, path)
-    assert_same(values(model, optimizer), expected)
+    assert_same_tensors(values(model, optimizer), expected)

@@ -29,6 +29,7 @@ from tests.distributed.test_checkpoint import (
     assert_same_tensors,
     folder_of_ranks,
     full_model,
+    full_optim,
     torch_model,
 )
 from tests.distributed.test_sharded_state_dict import contiguous, odd, wrap
@@ -37,16 +38,11 @@ from tests.ranks import both_views, on_ranks
 both = pytest.mark.parametrize("which", ["torch", "fsdp_c"])
 
 
-def state_of(model: Any, kind: str, optimizer: Any = None) -> dict[str, Any]:
+def sharded_state(model: Any) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with type(model).state_dict_type(model, StateDictType[f"{kind}_STATE_DICT"]):
-            state = {"model": model.state_dict()}
-            return (
-                state
-                if optimizer is None
-                else state | {"optim": type(model).optim_state_dict(model, optimizer)}
-            )
+        with type(model).state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            return model.state_dict()
 
 
 # ----------------------------------------------------------------- DCP with other planners and formats
@@ -130,7 +126,7 @@ def test_safetensors_through_dcps_writer_and_reader(consolidated):
     writer = dcp.HuggingFaceStorageWriter(
         str(folder), save_distributed=True, enable_consolidation=consolidated
     )
-    dcp.save(state_of(meshed, "SHARDED")["model"], storage_writer=writer)
+    dcp.save(sharded_state(meshed), storage_writer=writer)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
@@ -152,13 +148,13 @@ def test_the_pages_functions_save_to_an_address_and_load_from_it(rank, use_orig_
         model = wrap(odd(0), use_orig_params)
         optimizer = trained_optimizer(model)
         functions["save"](model, optimizer, address)
-        expected = full_model(model), full_optimizer(model, optimizer)
+        expected = full_model(model), full_optim(model, optimizer)["state"]
         for flat in (True, False):
             other = wrap(odd(1), flat, mesh=True)
             resumed = torch.optim.AdamW(other.parameters(), lr=9.0)
             functions["load"](other, resumed, address)
             assert_same_tensors(expected[0], full_model(other))
-            assert_same_tensors(expected[1], full_optimizer(other, resumed))
+            assert_same_tensors(expected[1], full_optim(other, resumed)["state"])
             assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
         checkpoint.load(other, resumed, folder / "step-000200")
         other = wrap(odd(1), use_orig_params)
@@ -181,7 +177,7 @@ def test_plain_dcp_loads_no_state_into_a_new_optimizer_and_never_its_groups():
     trained_optimizer(other, new)
     dcp.load({"optim": checkpoint.optim_state(other, new)}, checkpoint_id=address)
     assert new.param_groups[0]["lr"] == 9.0
-    assert_same_tensors(full_optimizer(model, optimizer), full_optimizer(other, new))
+    assert_same_tensors(full_optim(model, optimizer)["state"], full_optim(other, new)["state"])
     with pytest.raises(dcp.api.CheckpointException, match="Missing key") as error:
         dcp.load({"other": checkpoint.optim_state(other, new)}, checkpoint_id=address)
     assert not isinstance(error.value, Exception)
@@ -196,11 +192,6 @@ def trained_optimizer(model: Any, optimizer: Any = None) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
-
-
-def full_optimizer(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    state = state_of(model, "FULL", optimizer)["optim"]["state"]
-    return {f"{name}.{key}": value for name, own in state.items() for key, value in own.items()}
 
 
 # ----------------------------------------------------------------- FSDP2
