@@ -128,6 +128,9 @@ KEPT = {
     "empty path": Path(),
     "PureWindowsPath": pathlib.PureWindowsPath("c:/a"),
     "tensors in a tuple": (torch.ones(2), 1),
+    "tensor with gaps": torch.arange(6.0)[::2],
+    "expanded tensor": torch.ones(1, 3).expand(2, 3),
+    "conjugate tensor": torch.tensor([1 + 2j]).conj(),
     "tensors in a list": [torch.ones(2), None, {"a": torch.zeros(0, 3)}],
     "the scheduler": torch.optim.lr_scheduler.StepLR(
         torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1), 3
