@@ -132,9 +132,8 @@ def _numpy_scalars() -> dict[str, Any]:
 
         def __setstate__(self, state: tuple[Any, ...]) -> None:
             _, order, *structure = state[:5]
-            if structure != [None] * 3:
-                raise UnpicklingError("it has a numpy structure")
-            self.dtype = self.dtype.newbyteorder(order)
+            if order not in ("<", "|") or structure != [None] * 3:
+                raise UnpicklingError("it has a numpy scalar in another byte order, or a structure")
 
     def scalar(kind: DType, content: bytes) -> Any:
         if type(content) is not bytes or len(content) != kind.dtype.itemsize:

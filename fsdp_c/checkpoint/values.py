@@ -93,14 +93,8 @@ class RangeTensor(Tensor):
     @functools.cached_property
     def boxes(self) -> dict[Offsets, Tensor]:
         """Views of ``local`` in the shapes of the boxes, by the boxes' offsets. None is larger than a piece."""
-        found: dict[Offsets, Tensor] = {}
-        at = 0
-        if self.local.numel() or not self.shape.numel():
-            for box in self.held.boxes():
-                own = self.local[at : at + box.numel]
-                found[box.offsets] = from_memory_order(own, box.sizes, self.order)
-                at += box.numel
-        return found
+        is_nothing = not self.local.numel() and self.shape.numel()
+        return {} if is_nothing else boxes_of(self.local, self.held)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's idiom
 
@@ -180,6 +174,16 @@ def _refuse_safetensors_writer(fqn: str, shape: torch.Size, boxes: Collection[Te
 
 def _chunk(offsets: Offsets, box: Tensor) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), box.shape)
+
+
+def boxes_of(local: Tensor, held: Held) -> dict[Offsets, Tensor]:
+    """Return views of ``local`` in the shapes of the boxes of a range, by the boxes' offsets."""
+    found: dict[Offsets, Tensor] = {}
+    at = 0
+    for box in held.boxes():
+        found[box.offsets] = from_memory_order(local[at : at + box.numel], box.sizes, held.order)
+        at += box.numel
+    return found
 
 
 def box_of_rank(spec: DTensorSpec) -> Box:

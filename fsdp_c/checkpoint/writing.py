@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,20 +35,39 @@ from fsdp_c.checkpoint.planning import (
     merge_plans,
     put_records,
 )
-from fsdp_c.checkpoint.values import RangeTensor, in_box
+from fsdp_c.checkpoint.values import RangeTensor, boxes_of
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import ranks_text
 from fsdp_c.sharding.common import managed_params
 from fsdp_c.sharding.holders import Holders, Ranks
 from fsdp_c.sharding.sharded_module import units_with_paths
 from fsdp_c.sharding.traversal import clean_name, clean_path, joined
+from fsdp_c.state.sharded_values import memory_order
 
 
-def _part(value: Tensor) -> RangeTensor:
-    """Return this rank's part of a tensor: all of it for a plain one."""
+class _Write(NamedTuple):
+    """Value on this rank."""
+
+    key: str
+    held: Held | None  # None for an object
+    fetch: Callable[[], Any]  # returns its boxes, or its pickled content
+
+
+def _write_of(key: str, value: Any) -> _Write:
+    """Return a value's write. A plain tensor gets no RangeTensor: there may be thousands."""
+    if not isinstance(value, Tensor):
+        return _Write(key, None, lambda: pickle_object(value))
     if isinstance(value, RangeTensor):
-        return value
-    return in_box(value if is_dense(value) else value.contiguous(), value.shape)
+        return _Write(key, value.held, value.boxes.values)
+    shape = tuple(value.shape)
+    order = None if value.is_contiguous() or not is_dense(value) else memory_order(value.stride())
+    whole = Held(value.dtype, shape, order, (0,) * len(shape), shape, 0, value.numel())
+
+    def boxes() -> Iterable[Tensor]:
+        flat = (value if order is None else value.permute(order)).reshape(-1)
+        return boxes_of(flat, whole).values()
+
+    return _Write(key, whole, boxes)
 
 
 class Writer:
@@ -67,25 +86,23 @@ class Writer:
         self.state, self.paths = state, paths
         self.data = data
         self.planned = Planned([], [])  # plan of all ranks
-        self.writes: list[list[tuple[str, Any]]] = []  # keys and values by part of this rank's plan
+        self.writes: list[list[_Write]] = []  # writes by part of this rank's plan
         self.contents: Contents = {}  # contents of contested names
 
     def plan(self) -> RankPlan:
         """Return this rank's plan."""
-        parts: dict[Held | None, list[tuple[str, Any]]] = {}
+        parts: dict[Held | None, list[_Write]] = {}
         for key, value in self.state.items():
-            if not isinstance(value, Tensor):
-                parts.setdefault(None, []).append((key, value))
+            if isinstance(value, RangeTensor) and not value.is_saved:
                 continue
-            part = _part(value)
-            if not part.is_saved:
-                continue
-            if names := self.contested.keys() & {*self._path(key)}:
-                content = _content(part, self.contested[min(names)])
-                self.contents[key, content.held.offsets, content.held.start] = content
-            parts.setdefault(part.held, []).append((key, part))
+            write = _write_of(key, value)
+            names = self.contested.keys() & {*self._path(key)}
+            if names and write.held is not None:
+                content = _content(write.held, write.fetch(), self.contested[min(names)])
+                self.contents[key, write.held.offsets, write.held.start] = content
+            parts.setdefault(write.held, []).append(write)
         self.writes = [*parts.values()]
-        return [RankPart.of(held, [self._path(key) for key, _ in writes]) for held, writes in parts.items()]
+        return [RankPart.of(held, [self._path(one.key) for one in writes]) for held, writes in parts.items()]
 
     def _path(self, key: str) -> PathInDict:
         return self.paths.get(key, (key,))
@@ -104,25 +121,24 @@ class Writer:
     def _write(self, rank: int, shares: list[Share], writer: FileWriter) -> RankResult:
         records = [[b""] * len(positions) for _, positions in shares]
         writes = [
-            (share, nth, *self.writes[part][position])
+            (share, nth, self.writes[part][position])
             for share, (part, positions) in enumerate(shares)
             for nth, position in enumerate(positions)
         ]
-        writes.sort(key=lambda write: isinstance(write[3], RangeTensor))  # objects first
+        writes.sort(key=lambda write: write[2].held is not None)  # objects first
         # records by memory: tensors shared under several names are written once
         known: dict[object, bytes] = {}
-        for share, nth, key, value in writes:
+        for share, nth, one in writes:
             try:
-                if isinstance(value, RangeTensor):
-                    written = [_write_box(box, rank, writer, known) for box in value.boxes.values()]
-                    records[share][nth] = b"".join(written)
+                if one.held is None:
+                    records[share][nth] = RECORD.pack(*writer.write_bytes(one.fetch().getbuffer()), rank)
                 else:
-                    content = pickle_object(value).getbuffer()
-                    records[share][nth] = RECORD.pack(*writer.write_bytes(content), rank)
+                    written = [_write_box(box, rank, writer, known) for box in one.fetch()]
+                    records[share][nth] = b"".join(written)
             except OSError:
                 raise
             except Exception as error:
-                raise CheckpointError(f"{key}: {error}") from error
+                raise CheckpointError(f"{one.key}: {error}") from error
         writer.finish()
         return RankResult(writer.size, writer.framing_crc32, [*map(b"".join, records)])
 
@@ -219,11 +235,11 @@ class _Content(NamedTuple):
 Contents = dict[tuple[str, Offsets, int], _Content]
 
 
-def _content(part: RangeTensor, unit: HeldUnit) -> _Content:
+def _content(held: Held, boxes: Iterable[Tensor], unit: HeldUnit) -> _Content:
     crc32 = 0
-    for box in part.boxes.values():
+    for box in boxes:
         crc32 = zlib.crc32(memory(dense_on_cpu(box)), crc32)
-    return _Content(part.held, crc32, unit.path, sorted(frozenset().union(*unit.groups)))
+    return _Content(held, crc32, unit.path, sorted(frozenset().union(*unit.groups)))
 
 
 def _refuse_different(by_rank: Iterable[Contents]) -> None:

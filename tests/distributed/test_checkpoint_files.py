@@ -38,11 +38,16 @@ from tests.ranks import both_views, on_ranks
 both = pytest.mark.parametrize("which", ["torch", "fsdp_c"])
 
 
-def sharded_state(model: Any) -> dict[str, Any]:
+def state_of(model: Any, kind: str, optimizer: Any = None) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with type(model).state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-            return model.state_dict()
+        with type(model).state_dict_type(model, StateDictType[f"{kind}_STATE_DICT"]):
+            state = {"model": model.state_dict()}
+            return (
+                state
+                if optimizer is None
+                else state | {"optim": type(model).optim_state_dict(model, optimizer)}
+            )
 
 
 # ----------------------------------------------------------------- DCP with other planners and formats
@@ -126,7 +131,7 @@ def test_safetensors_through_dcps_writer_and_reader(consolidated):
     writer = dcp.HuggingFaceStorageWriter(
         str(folder), save_distributed=True, enable_consolidation=consolidated
     )
-    dcp.save(sharded_state(meshed), storage_writer=writer)
+    dcp.save(state_of(meshed, "SHARDED")["model"], storage_writer=writer)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
