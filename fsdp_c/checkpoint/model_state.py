@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ def model_state(model: nn.Module) -> StateDict:
     per rank: ``python -m fsdp_c.checkpoint export`` writes safetensors.
 
     Raises AssertionError inside forward, backward or ``summon_full_params``, NotImplementedError for a
-    DTensor that is a sum over ranks.
+    DTensor that is a sum over ranks, ValueError if a module called ``_orig_mod`` by the user hides another value.
     """
     return _model_state(model, as_saved=False)
 
@@ -51,6 +51,18 @@ def uncompiled(name: str) -> str:
     """Return the name of a parameter or module without torch.compile's prefixes. Names in extra state are kept."""
     of_model, mark, of_module = name.partition(EXTRA_STATE)
     return _COMPILED.sub("", of_model) + mark + of_module
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise ValueError if two values have one name: in a module called ``_orig_mod`` by the user, and beside it."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(
+                f"two values of the model are named {name} without torch.compile's prefix _orig_mod: rename the "
+                "module called _orig_mod"
+            )
+        seen.add(name)
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -70,7 +82,9 @@ def _model_state(model: nn.Module, as_saved: bool, waits: bool = True) -> StateD
     original: dict[tuple[nn.Module, str], torch.dtype] = {}
     for module in units_of(model) if as_saved else ():
         original.update(_buffer_dtypes(module))
-    return dict(_in_order(model, managed, original))
+    values = [*_in_order(model, managed, original)]
+    check_names(name for name, _ in values)
+    return dict(values)
 
 
 def _up_to_date_shard(module: ShardedModule, waits: bool) -> Tensor:

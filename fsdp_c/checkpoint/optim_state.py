@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from fsdp_c.checkpoint.contents import Checkpoint, PathInDict, TensorEntry
 from fsdp_c.checkpoint.folder import CheckpointError
-from fsdp_c.checkpoint.model_state import part_value, uncompiled
+from fsdp_c.checkpoint.model_state import check_names, part_value, uncompiled
 from fsdp_c.checkpoint.planning import path_below
 from fsdp_c.checkpoint.storage import set_nested
 from fsdp_c.checkpoint.values import RangeTensor, in_box, map_tensors, whole_value
@@ -37,12 +37,17 @@ from fsdp_c.state.whole_state import WholeState
 def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
     """Return the parameters that an optimizer of ``model`` may hold, also for a model without units."""
     if units_of(model):
-        known = OptimParams(model).by_param
-        return {param: each._replace(fqns=tuple(map(uncompiled, each.fqns))) for param, each in known.items()}
-    names: dict[nn.Parameter, str] = {}
-    for name, param in model.named_parameters():
-        names.setdefault(param, uncompiled(clean_name(name)))
-    return {param: OptimParam(name, (name,), None, ()) for param, name in names.items()}
+        by_param = OptimParams(model).by_param
+        known = {
+            param: each._replace(fqns=tuple(map(uncompiled, each.fqns))) for param, each in by_param.items()
+        }
+    else:
+        known = {}
+        for path, param in model.named_parameters():
+            name = uncompiled(clean_name(path))
+            known[param] = OptimParam(name, (name,), None, ())
+    check_names(fqn for each in known.values() for fqn in each.fqns)
+    return known
 
 
 def _params_of(

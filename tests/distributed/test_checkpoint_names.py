@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import StateDictType
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import loading
+from fsdp_c.checkpoint import CheckpointError, loading
 from fsdp_c.checkpoint.storage import read_checkpoint
 from tests.distributed.test_checkpoint import (
     assert_same_tensors,
@@ -180,6 +180,35 @@ def test_names_are_those_of_torchs_get_state_dict_and_both_load(how):
     found |= {f"{name}.exp_avg": optimizer.state[param]["exp_avg"] for name, param in back.named_parameters()}
     expected = values(model, own)
     assert_same_tensors({name: expected[name] for name in found}, found)
+
+
+class Holder(nn.Module):
+    """A module that calls a child _orig_mod, as torch.compile does, beside a parameter with the name of the child's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self._orig_mod = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._orig_mod(x) * self.weight
+
+
+@on_ranks(2, timeout_s=180)
+def test_a_users_orig_mod_that_hides_another_parameter_is_refused():
+    folder = folder_of_ranks()
+    model = wrap(nn.Sequential(Holder()), True, auto_wrap_policy=None)
+    optimizer = stepped(model)
+    for function in (
+        lambda: checkpoint.save(model, optimizer, folder / "first"),
+        lambda: checkpoint.model_state(model),
+        lambda: checkpoint.optim_state(model, optimizer),
+    ):
+        with pytest.raises(
+            (ValueError, CheckpointError), match=r"are named 0\.weight .* rename the module called _orig_mod"
+        ):
+            function()
+    assert not (folder / "first" / ".metadata").exists()
 
 
 def test_a_name_that_would_stand_twice_is_left_alone():
