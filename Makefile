@@ -31,9 +31,9 @@ ASAN_TESTS ?= tests/unit tests/native tests/distributed tests/faults/test_every_
     --deselect tests/unit/test_checkpoint_export.py::test_memory_is_that_of_the_largest_tensor_whatever_the_total
 DEBUG_PYTHON ?= python3.11-dbg
 MINOR := 'import sys; print(sys.version_info[:2])'
-RAISING := tests/unit/test_c_objects.py tests/unit/test_one_thread.py tests/unit/test_callbacks.py tests/unit/test_bad_input.py \
+RAISING := tests/unit/test_types.py tests/unit/test_threads.py tests/unit/test_callbacks.py tests/unit/test_arguments.py \
     tests/unit/test_errors.py
-RAISING_ON_RANKS := tests/distributed/test_exceptions.py tests/faults/test_threads.py
+RAISING_ON_RANKS := tests/distributed/test_recover.py tests/faults/test_threads.py
 DEBUG_TESTS ?= $(RAISING) $(RAISING_ON_RANKS)
 
 help:
@@ -111,7 +111,7 @@ LONG := tests/distributed tests/parity tests/faults tests/native/test_cuda.py --
 ON_GPU := tests/cuda tests/simulated_gpu tests/races
 PART := 48
 # These start scripts, for many seconds each: `make test` runs them on the CPU alone.
-SCRIPTS := $(patsubst %,tests/distributed/test_%.py,checkpoint_kills migrating plain_script process_end resume_elsewhere train_lm weight_sync \
+SCRIPTS := $(patsubst %,tests/distributed/test_%.py,checkpoint_kills migrating scripts process_exit resume_elsewhere train_lm weight_sync \
     without_fsdp1)
 test: build $(VENV)/.dev
 	$(PYTEST) -n $(WORKERS) $(SHORT)

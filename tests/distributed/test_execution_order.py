@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch
 
 from tests.collectives import ALL_GATHER
-from tests.distributed.test_collective_calls import calls
+from tests.distributed.test_collectives import calls
 from tests.models import WIDTH, Net
 from tests.parity.engine import Point, Run, Scenario, assert_same_record, compare, implementation, record_run
 from tests.parity.scenarios import PER_BLOCK, plain_step

@@ -22,7 +22,7 @@ from fsdp_c import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrateg
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding.optional import is_marked
 from fsdp_c.wrap import ModuleWrapPolicy
-from tests.distributed.test_collective_calls import calls, counted
+from tests.distributed.test_collectives import calls, counted
 from tests.ranks import both_views, device, on_ranks
 from tests.storage import HELD_BACK, live_nbytes, live_nbytes_after_a_failure, settled_nbytes
 from tests.training import debug_level

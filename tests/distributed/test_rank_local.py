@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import ShardedGradScaler
-from tests.distributed.test_misuse import backward, installed, nothing_told, wrapped
+from tests.distributed.test_misuse_checks import backward, installed, nothing_told, wrapped
 from tests.models import WIDTH, Net
 from tests.ranks import both_views, device, on_ranks
 from tests.training import batch

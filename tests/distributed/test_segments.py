@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision, StateDictType
 from fsdp_c.wrap import ModuleWrapPolicy, split_frozen
-from tests.distributed.test_collective_calls import calls
+from tests.distributed.test_collectives import calls
 from tests.ranks import both_views, device, on_ranks
 from tests.training import full_state
 

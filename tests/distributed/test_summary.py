@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import _C, optional, summary
 from fsdp_c import FullyShardedDataParallel as FSDP
-from tests.distributed.test_collective_calls import calls
+from tests.distributed.test_collectives import calls
 from tests.models import WIDTH, Block, Net
 from tests.ranks import all_strategies, device, on_ranks
 from tests.storage import settled_nbytes

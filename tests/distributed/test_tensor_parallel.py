@@ -41,7 +41,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.compat.standins import dtensor_extensions as standins
 from fsdp_c.optim import WholeParameters
 from tests import tensor_parallel as tp
-from tests.distributed.test_misuse import installed
+from tests.distributed.test_misuse_checks import installed
 from tests.parity.engine import (
     STEPS,
     Point,

@@ -29,7 +29,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.test_graphs_and_outputs import DataOutput, OrderedOutput, Returns
+from tests.distributed.test_backward import DataOutput, OrderedOutput, Returns
 from tests.models import WIDTH, Net
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.simulated_gpu import races
@@ -452,7 +452,7 @@ def test_gradients_of_frozen_parameters_do_not_count(rank: int) -> None:
 @on_ranks(2)
 def test_a_reentrant_checkpoint_after_frozen_parameters_trains_as_without_fsdp(rank: int) -> None:
     """Torch trains what is inside, as the output of its frozen embeddings requires grad; see
-    tests/distributed/test_units_without_gradient.py for what fsdp_c says then."""
+    tests/distributed/test_no_gradient.py for what fsdp_c says then."""
 
     def trained(which: str) -> set[str]:
         model = frozen_start(which)

@@ -26,7 +26,7 @@ REASONS: dict[str, dict[str, str]] = {
         "test_losses_are_those_of_models_that_are_not_sharded[trl_trainers.py sft]": TRITON,
         "test_losses_are_those_of_models_that_are_not_sharded[trl_trainers.py dpo]": TRITON,
     },
-    "tests/distributed/test_collective_calls.py": {
+    "tests/distributed/test_collectives.py": {
         "test_nccl_is_told_to_run_on_the_current_stream": CPU_BACKEND,
     },
     "tests/distributed/test_checkpoint.py": {
@@ -46,7 +46,7 @@ REASONS: dict[str, dict[str, str]] = {
     "tests/distributed/test_errors_of_one_rank.py": {
         "test_error_comes_before_the_collective_and_names_the_rank[sparse_gradient]": NO_SPARSE,
     },
-    "tests/distributed/test_exceptions.py": {
+    "tests/distributed/test_recover.py": {
         "test_sparse_gradient_is_refused_with_rank_unit_parameter_and_remedy": NO_SPARSE,
     },
     "tests/distributed/test_offload.py": {
@@ -67,7 +67,7 @@ REASONS: dict[str, dict[str, str]] = {
     "tests/distributed/test_tensor_parallel.py": {
         "test_meta_module_is_initialised_after_it_was_parallelized": NO_PHILOX,
     },
-    "tests/distributed/test_terms_of_parameters.py": {
+    "tests/distributed/test_weight_penalties.py": {
         "test_terms_made_before_the_forward_give_torchs_gradients": RACE,
     },
     "tests/parity/test_differences.py": {

@@ -2,7 +2,7 @@
 keeps. A key such as X-001 pairs the phrase with its program.
 
 Here are those that one process with a group of four pretended ranks can provoke. Those that need ranks that
-answer are in tests/distributed/test_error_words.py.
+answer are in tests/distributed/test_errors.py.
 """
 
 from __future__ import annotations

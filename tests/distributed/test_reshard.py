@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import split_frozen
-from tests.distributed.test_collective_calls import calls, counted
+from tests.distributed.test_collectives import calls, counted
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.storage import live_nbytes, settled_nbytes
 

@@ -1,0 +1,257 @@
+"""What ``pip install .`` makes: one abi3 wheel without torch or C++ in it, and clear errors where torch is
+missing."""
+
+import importlib.util
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+import setuptools
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = (
+    "csrc",
+    "fsdp_c",
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "CHANGELOG.md",
+    "LICENSE",
+)
+
+
+def call(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of what is shipped. Not optimised, which is no part of what is tested."""
+    source = tmp_path_factory.mktemp("source")
+    for name in SHIPPED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source / name)
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "--no-index",
+        "-w",
+        "wheels",
+        ".",
+    )
+    done = call(*pip, cwd=source, FSDP_C_OPT="-O0")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (built,) = (source / "wheels").iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to put on the path, holding nothing but the wheel's content."""
+    target = tmp_path_factory.mktemp("installed")
+    zipfile.ZipFile(wheel).extractall(target)
+    return target
+
+
+def run_python(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
+    """Run code outside the source tree, with ``path`` before the installed packages."""
+    return call(sys.executable, "-c", code, cwd=path[0], PYTHONPATH=os.pathsep.join(map(str, path)))
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+def test_wheel_fits_every_python_from_3_10(wheel: Path) -> None:
+    assert "-cp310-abi3-" in wheel.name
+
+
+def test_wheel_holds_the_extension_and_its_types(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"fsdp_c/_C.abi3.so", "fsdp_c/_C.pyi", "fsdp_c/py.typed", "fsdp_c/__init__.py"} <= names
+    assert not any(name.startswith(("csrc", "tests", "build")) for name in names)
+
+
+def test_wheel_requires_torch_and_what_its_object_collectives_need(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+    lines = archive.read(metadata).decode().splitlines()
+    required = [line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line]
+    assert required == ["Requires-Dist: torch>=2.10", "Requires-Dist: numpy"]
+
+
+def test_extension_links_against_libc_alone(installed: Path) -> None:
+    if shutil.which("readelf") is None:
+        pytest.skip("readelf is not installed")
+    done = call("readelf", "-d", str(installed / "fsdp_c" / "_C.abi3.so"), cwd=installed)
+    needed = {line.split("[")[1].split(".so")[0] for line in done.stdout.splitlines() if "(NEEDED)" in line}
+    assert needed
+    assert needed <= {
+        "libc",
+        "libm",
+        "libdl",
+        "libpthread",
+        "libgcc_s",
+        "ld-linux-x86-64",
+        "ld-linux-aarch64",
+    }
+
+
+def test_import_without_torch_says_so(installed: Path) -> None:
+    done = run_python("import sys; sys.modules['torch'] = None; import fsdp_c", installed)
+    assert done.returncode == 1
+    assert "Error: " in last_line(done.stderr) and "torch" in last_line(done.stderr)
+
+
+def test_import_with_an_old_torch_names_both_versions(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.9.1'\n")
+    done = run_python("import fsdp_c", tmp_path, installed)
+    assert done.returncode == 1
+    assert last_line(done.stderr).startswith("ImportError: ")
+    assert "2.10" in last_line(done.stderr) and "2.9.1" in last_line(done.stderr)
+
+
+def test_extension_alone_says_to_import_torch_first(installed: Path) -> None:
+    code = (
+        "import importlib.util as u; "
+        f"spec = u.spec_from_file_location('fsdp_c._C', {str(installed / 'fsdp_c' / '_C.abi3.so')!r}); "
+        "spec.loader.exec_module(u.module_from_spec(spec))"
+    )
+    done = run_python(code, installed)
+    assert done.returncode == 1
+    assert last_line(done.stderr).startswith("ImportError: ") and "torch" in last_line(done.stderr)
+
+
+def test_a_missing_symbol_of_libtorch_is_named(installed: Path, tmp_path: Path) -> None:
+    """One required name in the extension is replaced by one that no libtorch has."""
+    broken = tmp_path / "broken"
+    shutil.copytree(installed, broken)
+    extension = broken / "fsdp_c" / "_C.abi3.so"
+    name, absent = b"aoti_torch_get_storage_offset\0", b"aoti_torch_get_storage_0ffset\0"
+    content = extension.read_bytes()
+    assert name in content
+    extension.write_bytes(content.replace(name, absent))
+    done = run_python("import fsdp_c", broken)
+    assert done.returncode == 1
+    assert last_line(done.stderr).startswith("ImportError: ")
+    assert absent[:-1].decode() in last_line(done.stderr)
+
+
+def test_a_compiler_that_cannot_optimise_across_files_is_not_asked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
+    monkeypatch.chdir(ROOT)
+    link_time_flags = runpy.run_path("setup.py")["link_time_flags"]
+    assert link_time_flags(["false"]) == []
+    if "Free Software Foundation" in call("cc", "--version", cwd=ROOT).stdout:
+        assert link_time_flags(["cc"]) == ["-flto=auto"]
+        folder = tmp_path / "Ann's files"
+        folder.mkdir()
+        monkeypatch.setenv("TMPDIR", str(folder))
+        assert link_time_flags(["cc"]) == ["-flto=auto"]
+        assert os.environ["TMPDIR"] == str(folder)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("folder", ["my projects", "Ann's projects, #1"])
+def test_an_extension_is_optimised_across_files_whatever_the_paths_are(tmp_path: Path, folder: str) -> None:
+    """With two partitions: gcc makes them by one makefile."""
+    tree = tmp_path / folder / "fsdp_c"
+    (tree / "csrc").mkdir(parents=True)
+    (tree / "fsdp_c").mkdir()
+    shutil.copy(ROOT / "setup.py", tree)
+    (tree / "pyproject.toml").write_text(
+        '[project]\nname = "fsdp_c"\ndynamic = ["version"]\n[tool.setuptools]\npackages = ["fsdp_c"]\n'
+    )
+    (tree / "fsdp_c/__init__.py").write_text('__version__ = "0"\n')
+    for name in ("one", "two"):
+        (tree / f"csrc/{name}.c").write_text(f"int {name}(void);\nint {name}(void) {{ return 1; }}\n")
+    (tree / "temporary files").mkdir()
+    settings = {"TMPDIR": str(tree / "temporary files"), "FSDP_C_CUDA": "0"}
+    settings["LDFLAGS"] = "-flto-partition=1to1"
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    done = call(*command, "--build-temp", str(tree / "temporary files/objects"), cwd=tree, **settings)
+    assert done.returncode == 0, done.stderr
+    assert (tree / "fsdp_c/_C.abi3.so").exists()
+    if "Free Software Foundation" in call("cc", "--version", cwd=tree).stdout:
+        assert "-flto=auto" in (tree / "temporary files/objects/flags.json").read_text()
+
+
+def test_headers_in_folders_with_spaces_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
+    monkeypatch.chdir(ROOT)
+    headers_of = runpy.run_path("setup.py")["headers_of"]
+    folder = tmp_path / "a b, #1 $c"
+    folder.mkdir()
+    (folder / "one.h").touch()
+    (folder / "one.c").write_text('#include "one.h"')
+    command = ["cc", "-MMD", "-c", str(folder / "one.c"), "-o", str(folder / "one.o")]
+    assert call(*command, cwd=folder).returncode == 0
+    assert headers_of(folder / "one.d") == [str(folder / name) for name in ("one.c", "one.h")]
+
+
+def test_a_torch_for_the_cpu_is_found_where_the_build_cannot_import_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under pip: kernels would be compiled that nothing loads."""
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
+    monkeypatch.chdir(ROOT)
+    settings = runpy.run_path("setup.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    assert settings["cuda_of_torch"]() is None
+    (tmp_path / "purelib" / "torch").mkdir(parents=True)
+    version = tmp_path / "purelib" / "torch" / "version.py"
+    version.write_text("cuda: str | None = '13.0'\n")
+    assert settings["cuda_of_torch"]() == "13.0"
+    version.write_text("cuda: str | None = None\n")
+    assert settings["cuda_of_torch"]() == ""
+    assert "computes on the CPU alone" in settings["why_no_cuda"]("nvcc", demanded=False)
+
+
+LIBRARIES_OF_TORCH = {
+    "libcudart.so.12": "int cudaRuntimeGetVersion(int *version) { *version = 12080; return 0; }",
+    "libtorch_cuda.so": "int aoti_torch_get_current_cuda_stream(int device, void **stream) { return 1; }",
+}
+
+
+def test_kernels_of_another_cuda_than_torchs_are_left_alone(installed: Path, tmp_path: Path) -> None:
+    """Its version is that of the runtime which its library is linked with."""
+    for name, code in LIBRARIES_OF_TORCH.items():
+        (tmp_path / f"{name}.c").write_text(code)
+        linking = [
+            f"-Wl,-soname,{name},--no-as-needed",
+            *("-Xlinker", f"-rpath={tmp_path}"),  # -Wl splits at commas
+            *map(str, tmp_path.glob("*.so.12")),
+        ]
+        done = call("cc", "-shared", "-fPIC", f"{name}.c", "-o", name, *linking, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    library = installed / "fsdp_c" / "_cuda13.so"
+    library.write_text("not a library, and not to be loaded")
+    code = f"import ctypes, torch; ctypes.CDLL({str(tmp_path / 'libtorch_cuda.so')!r}); from fsdp_c import _C"
+    done = run_python(f"{code}; print(_C.why_no_kernels('cuda'))", installed)
+    library.unlink()
+    assert "without its CUDA kernels for CUDA 12" in done.stdout, done.stdout + done.stderr
