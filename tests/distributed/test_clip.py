@@ -136,10 +136,3 @@ def test_rank_without_gradients_warns_and_returns_fp32(rank: int, dtype: torch.d
     with pytest.warns(UserWarning, match=f"rank {rank} with no gradients"):
         norm = model.clip_grad_norm_(1.0)
     assert norm.dtype == torch.float32 and norm.item() == 0.0
-
-
-@on_ranks(2)
-def test_clip_inside_summon_is_refused() -> None:
-    model = wrap(plain())
-    with type(model).summon_full_params(model), pytest.raises(ValueError, match="IDLE|summon"):
-        model.clip_grad_norm_(1.0)

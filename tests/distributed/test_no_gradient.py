@@ -162,12 +162,6 @@ def test_the_warning_shows_the_script_as_its_source() -> None:
 
 
 @on_ranks(2)
-def test_it_is_said_once() -> None:
-    model = per_block(Stages())
-    assert [len(warned(lambda: train(model))) for _ in range(4)] == [0, 1, 0, 0]
-
-
-@on_ranks(2)
 def test_a_warning_that_is_an_error_leaves_the_gradients_in_order() -> None:
     model = per_block(Stages())
     warned(lambda: train(model))

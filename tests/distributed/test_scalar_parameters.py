@@ -182,46 +182,6 @@ def test_training_has_the_bits_of_vectors(strategy: str, use_orig_params: bool, 
     assert_trains(Scaled, strategy, use_orig_params, **OPTIONS[options])
 
 
-@both_views
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
-@on_ranks(4)
-def test_most_ranks_hold_nothing_of_the_parameter(strategy: str, use_orig_params: bool) -> None:
-    assert_trains(Scaled, strategy, use_orig_params)
-
-
-@both_views
-@all_strategies
-@on_ranks(2)
-def test_a_model_of_one_parameter_trains(strategy: str, use_orig_params: bool) -> None:
-    assert_trains(Alone, strategy, use_orig_params)
-
-
-class Tied(nn.Module):
-    """One parameter under two names, of two dtypes, one of them frozen."""
-
-    def __init__(self, shape: tuple[int, ...] = ()) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = Block(shape), Block(shape)
-        self.second.gain = self.first.gain
-        self.frozen = nn.Parameter(torch.full(shape, 1.5), requires_grad=False)
-        self.wide = nn.Parameter(torch.full(shape, 0.5, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.second(self.first(x)) * self.frozen).double() * self.wide
-
-
-@both_views
-@all_strategies
-@on_ranks(2)
-def test_tied_frozen_and_wide_parameters_train(strategy: str, use_orig_params: bool) -> None:
-    assert_trains(Tied, strategy, use_orig_params, auto_wrap_policy=None)
-    model = units(Tied(), strategy, use_orig_params, auto_wrap_policy=None)
-    saved = model.state_dict()
-    assert saved["first.gain"].shape == saved["second.gain"].shape == ()
-    assert saved["wide"].dtype is torch.float64
-
-
 @on_ranks(2)
 def test_ranks_show_a_vector_of_one_or_no_element_between_steps() -> None:
     model = units(Scaled(), "FULL_SHARD", True)

@@ -192,18 +192,6 @@ def test_without_recurse_only_the_unit_itself_is_shown(use_orig_params: bool) ->
         assert model.module.blocks[0].up.weight.shape == plain().blocks[0].up.weight.shape
 
 
-@both_views
-@on_ranks(2)
-def test_summon_of_an_inner_unit_does_not_make_it_a_root(rank: int, use_orig_params: bool) -> None:
-    model = wrap(plain(), use_orig_params)
-    inner = model.module.blocks[0]
-    with summon(inner):
-        assert_same(dict(plain().blocks[0].named_parameters()), shown(inner))
-    assert inner._unit.is_root is None
-    train(model, rank)
-    assert model._unit.is_root and not inner._unit.is_root
-
-
 @on_ranks(2)
 def test_nested_summon_is_refused_and_leaves_the_outer_one_intact(rank: int) -> None:
     model = wrap(plain())

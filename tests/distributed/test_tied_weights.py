@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recomputed
 
 import fsdp_c
-from fsdp_c import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import StateDictType
 from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.ranks import both_views, device, on_ranks
 from tests.training import full_state
@@ -104,46 +103,6 @@ def test_trains_as_one_unit_does(rank: int, policy: str, use_orig_params: bool) 
     expected, _ = train(reference, rank)
     assert losses == expected
     assert_same(full_state(model), full_state(reference))
-
-
-@both_views
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
-        {"sharding_strategy": ShardingStrategy.NO_SHARD},
-        {"cpu_offload": CPUOffload(True)},
-        {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
-        {"sync_module_states": True, "forward_prefetch": True},
-    ],
-    ids=lambda kwargs: next(iter(kwargs)),
-)
-@on_ranks(2)
-def test_every_strategy_trains_as_one_unit_does(
-    rank: int, use_orig_params: bool, kwargs: dict[str, Any]
-) -> None:
-    model, reference = (
-        wrapped("all layers", use_orig_params, **kwargs),
-        wrapped(None, use_orig_params, **kwargs),
-    )
-    assert train(model, rank)[0] == train(reference, rank)[0]
-    assert_same(full_state(model), full_state(reference))
-
-
-@both_views
-@on_ranks(2)
-def test_accumulation_clipping_and_recomputation(rank: int, use_orig_params: bool) -> None:
-    norms = []
-    for policy in ("all layers", None):
-        model = wrapped(policy, use_orig_params)
-        with model.no_sync():
-            model(batch(rank, 0)).sum().backward()
-        recomputed(model, batch(rank, 1), use_reentrant=False).sum().backward()
-        norms.append(model.clip_grad_norm_(0.5))
-        train(model, rank)
-        norms.append(full_state(model))
-    torch.testing.assert_close(norms[0], norms[2])
-    torch.testing.assert_close(norms[1], norms[3])
 
 
 @all_policies

@@ -311,15 +311,6 @@ def test_edited_gradients_are_taken_over(rank: int, strategy: str, change: str) 
     compare(rank, body, strategy, torch_races=True)
 
 
-@pytest.mark.parametrize("name", ["torch", "fsdp_c"])
-@on_ranks(2)
-def test_deregistered_parameter_is_skipped(rank: int, name: str) -> None:
-    model = sharded(name, net={"extra": True})
-    del model.blocks[0]._fsdp_wrapped_module.extra.bias
-    backward(model, 0, rank)
-    assert "blocks.0.up.weight" in named(model)
-
-
 def unheld(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters of the first block that lie in the other rank's shard."""
     found = [

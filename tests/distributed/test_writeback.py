@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,24 +49,3 @@ def test_parameters_and_gradients_taken_over_are_warned_of(rank: int) -> None:
             assert all(f"[Rank {rank}]" in text for text in found)
     wanted = {"INFO": ["Gradient", "Parameter"], "OFF": []}
     assert counts == {(which, level): kinds for which in BOTH for level, kinds in wanted.items()}
-
-
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@contextmanager
-def logged(name: str) -> Iterator[list[str]]:
-    lines = Lines()
-    logging.getLogger(name).addHandler(lines)
-    try:
-        yield lines.lines
-    finally:
-        logging.getLogger(name).removeHandler(lines)

@@ -60,17 +60,6 @@ def frozen_in_unit(run: Run) -> nn.Module:
     return run.wrap(model, auto_wrap_policy=PER_BLOCK)
 
 
-def nested_by_hand(run: Run) -> nn.Module:
-    """Units inside units: a block holds a unit of its own, one block is not wrapped, the root has what is
-    left."""
-    model = net(run)
-    model.blocks[0].up = run.wrap(model.blocks[0].up)
-    model.blocks[0] = run.wrap(model.blocks[0])
-    model.blocks[2].down = run.wrap(model.blocks[2].down)
-    model.head = run.wrap(model.head)
-    return run.wrap(model)
-
-
 def root_without_parameters(run: Run) -> nn.Module:
     return run.wrap(nn.Sequential(run.wrap(net(run, blocks=1)), nn.Tanh()))
 
@@ -145,21 +134,6 @@ def unused_block_step(run: Run) -> None:
     plain_step(run)
 
 
-def unused_block_accumulate_step(run: Run) -> None:
-    run.model.module.skip = frozenset({1})
-    run.forward_backward(0)
-    run.model.module.skip = frozenset({run.step % 3})
-    run.forward_backward(1)
-    run.optimizer_step()
-
-
-def several_forwards_step(run: Run) -> None:
-    loss = run.forward_loss(0) + run.forward_loss(1) * 0.5 + run.forward_loss(2)
-    loss.backward()
-    run.record_grads("after one backward of three forwards")
-    run.optimizer_step()
-
-
 def fed_back_step(run: Run) -> None:
     """The output goes in again: every unit runs twice in one graph."""
     output = run.model(run.model(run.batch()))
@@ -193,71 +167,6 @@ def clip_step(norm_type: float) -> Callable[[Run], None]:
         run.optimizer_step()
 
     return step
-
-
-def summon(run: Run, label: str, **arguments: Any) -> None:
-    """Full parameters are recorded and halved; ``writeback`` says whether the edit stays."""
-    with run.fsdp.summon_full_params(run.model, **arguments):
-        run.record_params(f"{label}, inside")
-        if arguments.get("with_grads"):
-            run.record_grads(f"{label}, inside")
-        with torch.no_grad():
-            for parameter in run.model.parameters():
-                parameter.mul_(0.5)
-    run.record_params(f"{label}, after")
-
-
-def summon_step(run: Run) -> None:
-    plain_step(run)
-    if run.step % 3 == 0:
-        summon(run, "summon with writeback", writeback=True)
-    if run.step % 3 == 1:
-        summon(run, "summon without writeback", writeback=False)
-    if run.step % 3 == 2:
-        summon(run, "summon one unit", recurse=False)
-
-
-def summon_grads_step(run: Run) -> None:
-    run.forward_backward()
-    if run.step % 2:
-        summon(run, "summon with gradients", with_grads=True)
-        run.record_grads("after summon")
-    run.optimizer_step()
-
-
-def state_dict_step(run: Run) -> None:
-    plain_step(run)
-    if run.step % 3 == 0:
-        state = run.full_state_dict()
-        for name, value in state.items():
-            run.record(f"saved {name}", value)
-        run.load_full_state_dict(
-            {name: value * 0.5 if value.is_floating_point() else value for name, value in state.items()}
-        )
-        run.record_params("after load")
-
-
-def edited_grads_step(run: Run) -> None:
-    """The user replaces some gradients, drops others, and accumulates on top."""
-    run.forward_backward(0)
-    for index, parameter in enumerate(run.model.parameters()):
-        if parameter.grad is not None and index % 3 == 0:
-            parameter.grad = parameter.grad * 2
-        elif parameter.grad is not None and index % 3 == 1:
-            parameter.grad = None
-    run.forward_backward(1)
-    run.optimizer_step()
-
-
-def edited_params_step(run: Run) -> None:
-    """Without use_orig_params torch forgets new data after one forward: test_differences.py has that."""
-    plain_step(run)
-    with torch.no_grad():
-        for parameter in run.model.parameters():
-            parameter.add_(0.01)
-            if run.point.use_orig_params:
-                parameter.data = parameter.data * 0.99
-    run.record_params("after edits")
 
 
 def containers_step(run: Run) -> None:
@@ -309,21 +218,10 @@ WIDE: dict[str, Scenario] = {  # every strategy and use_orig_params in fp32, FUL
     "checkpoint_inside_nonreentrant": Scenario(per_block(checkpoint_mode="nonreentrant"), plain_step),
     "frozen_first": Scenario(frozen_first_units, plain_step),
     "frozen_in_unit": Scenario(frozen_in_unit, plain_step),
-    "shared_no_sync": Scenario(per_block(tied=True, tied_head=True), no_sync_step),
-    "unused_no_sync": Scenario(per_block(extra=True), no_sync_step),
-    "unused_accumulate": Scenario(per_block(extra=True), unused_block_accumulate_step),
-    "several_forwards": Scenario(per_block(), several_forwards_step),
     "fed_back": Scenario(per_block(), fed_back_step),
     "evaluate_between": Scenario(per_block(), evaluate_between_step),
     "forward_without_backward": Scenario(per_block(), forward_without_backward_step),
-    "nested": Scenario(nested_by_hand, plain_step),
-    "nested_no_sync": Scenario(nested_by_hand, no_sync_step),
-    "clip_2": Scenario(per_block(), clip_step(2.0)),
-    "clip_inf": Scenario(per_block(), clip_step(float("inf"))),
     "clip_unused": Scenario(per_block(extra=True), clip_step(2.0)),
-    "summon": Scenario(per_block(tied=True), summon_step),
-    "summon_grads": Scenario(per_block(extra=True), summon_grads_step),
-    "state_dict": Scenario(per_block(tied=True, tied_head=True), state_dict_step),
 }
 
 NARROW: dict[str, Scenario] = {  # FULL_SHARD and SHARD_GRAD_OP, use_orig_params both, fp32
@@ -342,7 +240,6 @@ NARROW: dict[str, Scenario] = {  # FULL_SHARD and SHARD_GRAD_OP, use_orig_params
     "policy_custom": Scenario(mixed_strategies, no_sync_step),
     "ignored": Scenario(ignored_parameters, plain_step),
     "prefetch_post": Scenario(with_arguments(backward_prefetch=BackwardPrefetch.BACKWARD_POST), plain_step),
-    "prefetch_none": Scenario(with_arguments(backward_prefetch=None), plain_step),
     "prefetch_forward": Scenario(with_arguments(forward_prefetch=True), evaluate_between_step),
     "no_rate_limit": Scenario(with_arguments(limit_all_gathers=False), plain_step),
     "containers": Scenario(
@@ -350,8 +247,6 @@ NARROW: dict[str, Scenario] = {  # FULL_SHARD and SHARD_GRAD_OP, use_orig_params
     ),
     "input_gradient": Scenario(per_block(), input_gradient_step),
     "hooked_output": Scenario(per_block(), hooked_output_step),
-    "edited_grads": Scenario(per_block(), edited_grads_step),
-    "edited_params": Scenario(per_block(), edited_params_step),
 }
 
 SCENARIOS = CORE | WIDE | NARROW

@@ -36,11 +36,6 @@ REFUSALS = (
         "a flat parameter without use_orig_params is trained or frozen as a whole",
     ),
     Refusal(
-        lambda point: point.scenario == "summon_grads" and not point.use_orig_params,
-        "with_grads=True, use_orig_params=False",
-        "summoned gradients need parameters of their own to stand on",
-    ),
-    Refusal(
         lambda point: point.scenario.startswith("checkpoint_around") and point.precision == "cast_inputs",
         "mixed dtype|must have the same dtype",  # of the CPU, of a GPU
         "the recomputation of a checkpointed unit does not cast its inputs again",

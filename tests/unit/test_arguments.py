@@ -280,13 +280,14 @@ def test_what_is_assigned_after_wrapping_is_found_by_the_next_forward(
     backward_through(model)
 
 
+@both_views
 @pytest.mark.usefixtures("fake_ranks")
-def test_a_parameter_that_was_deleted_after_wrapping_is_not_missed() -> None:
+def test_a_parameter_that_was_deleted_after_wrapping_is_not_missed(use_orig_params: bool) -> None:
     class Partly(Heads):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.first(x)
 
-    model = FSDP(Partly(), device_id=torch.device("cpu"))
+    model = FSDP(Partly(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
     del model.module.second.weight
     backward_through(model)
 

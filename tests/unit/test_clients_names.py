@@ -32,7 +32,6 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c._common_utils import (
     _get_module_fsdp_state,
     _get_module_fsdp_state_if_fully_sharded_module,
-    _get_param_to_fqns,
     _has_fsdp_params,
     _is_fsdp_flattened,
     _module_handle,
@@ -147,15 +146,6 @@ def test_replicated_module_is_not_entered() -> None:
     assert _get_fsdp_states(nn.Sequential(inner)) == []
 
 
-def test_flat_parameters_have_the_names_of_what_they_hold() -> None:
-    """DCP and accelerate read ``_flat_param._fqns``."""
-    model = nested()
-    flat_param = model.second._flat_param
-    assert flat_param._fqns == ["0.weight", "0.bias"] and flat_param._is_flat_param
-    assert _get_param_to_fqns(model)[flat_param] == ["second.0.weight", "second.0.bias"]
-    assert model.params == [model._flat_param]
-
-
 def test_what_a_shard_holds_is_pickled_under_torchs_name() -> None:
     """OLMo saves it."""
     infos = nested()._flat_param._shard_param_infos
@@ -239,17 +229,6 @@ def test_replaced_step_that_is_not_called_is_warned_of(recwarn: pytest.WarningsR
         FlatParamHandle._all_gather_flat_param = len
     del FlatParamHandle._all_gather_flat_param
     assert FlatParamHandle._all_gather_flat_param is _C.Handle._all_gather_flat_param
-
-
-def test_prefetch_limits_are_written_before_and_after_the_first_forward() -> None:
-    """Composer writes them."""
-    model = nested(use_orig_params=True)
-    for _ in range(2):
-        model._exec_order_data._forward_prefetch_limit = 3
-        model._exec_order_data._backward_prefetch_limit = 2
-        limits = model._exec_order_data
-        assert (limits._forward_prefetch_limit, limits._backward_prefetch_limit) == (3, 2)
-        model(torch.ones(2, 3))
 
 
 @both_views

@@ -296,13 +296,6 @@ def test_names_of_parameters_and_buffers_are_those_of_torch() -> None:
                 assert names[0] == names[1], (use_orig_params, method, kwargs)
 
 
-def test_indexing_is_forwarded_and_len_is_not() -> None:
-    model = FSDP(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), device_id=CPU)
-    assert isinstance(model[1], nn.ReLU)
-    with pytest.raises(TypeError):
-        len(model)
-
-
 def test_flat_parameter_is_a_plain_parameter_that_says_so() -> None:
     param = FlatParameter(torch.ones(3), False)
     assert type(param) is nn.Parameter and isinstance(param, FlatParameter) and not param.requires_grad

@@ -96,14 +96,6 @@ def test_scaler_takes_a_double() -> None:
     assert scaler.scale(torch.ones(1)).item() == 2.0
 
 
-def test_what_does_not_say_its_rank_is_refused() -> None:
-    for wrong in ("gloo", 3, object()):
-        with pytest.raises(
-            TypeError, match=f"process_group must be a ProcessGroup .*, not {type(wrong).__name__}"
-        ):
-            wrap(wrong)
-
-
 def test_pair_of_doubles_is_no_hybrid_group() -> None:
     """As upstream has it: creation of hybrid groups asks for torch's."""
     with pytest.raises(ValueError, match="tuple of two process groups"):
