@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,14 +24,15 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     StateDictType,
 )
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.test_backward import DataOutput, OrderedOutput, Returns
-from tests.models import WIDTH, Net
-from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.models import WIDTH
+from tests.ranks import STRATEGIES, all_strategies, both_views, device, on_ranks
 from tests.simulated_gpu import races
 from tests.training import PER_BLOCK, batch, plain, sharded, wrap
 
@@ -66,6 +67,370 @@ def gradients_or_error(step: Callable[[], list[Tensor]]) -> list[Tensor] | str:
         return step()
     except (AssertionError, RuntimeError, ValueError) as error:
         return str(error)
+
+
+# ----------------------------------------------------------------- programs beside the plain module
+
+
+def is_plain(model: nn.Module) -> bool:
+    return not hasattr(type(model), "summon_full_params")
+
+
+def net_of(model: nn.Module) -> Any:
+    return model if is_plain(model) else model.module
+
+
+def data(model: nn.Module, index: int = 0) -> Tensor:
+    """This rank's batch; for the plain model the batches of all ranks together."""
+    if not is_plain(model):
+        return batch(dist.get_rank(), index)
+    return torch.cat([batch(rank, index) for rank in range(dist.get_world_size())])
+
+
+def loss_of(model: nn.Module, index: int = 0) -> Tensor:
+    return model(data(model, index)).square().mean()
+
+
+def evaluated(model: nn.Module) -> list[Tensor]:
+    with torch.no_grad():
+        return [model(batch(0))]
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def stepped(model: nn.Module, *losses: Tensor) -> list[Tensor]:
+    """Outputs after one step by the gradients of ``losses``, each with a backward of its own."""
+    for loss in losses:
+        loss.backward()
+    sgd(model).step()
+    return evaluated(model)
+
+
+def synced(model: Any, on: bool) -> Any:
+    return contextlib.nullcontext() if on or is_plain(model) else model.no_sync()
+
+
+def summoned(model: Any) -> Any:
+    return contextlib.nullcontext() if is_plain(model) else type(model).summon_full_params(model)
+
+
+def train_once(model: Any) -> list[Tensor]:
+    return stepped(model, loss_of(model))
+
+
+def evaluate_before_and_after_a_step(model: Any) -> list[Tensor]:
+    optimizer = sgd(model, 0.5)
+    loss_of(model).backward()
+    evaluated(model)
+    optimizer.step()
+    return evaluated(model)
+
+
+def step_after_a_forward_without_backward(model: Any) -> list[Tensor]:
+    optimizer = sgd(model, 0.5)
+    loss_of(model).backward()
+    loss_of(model)
+    optimizer.step()
+    return [model(batch(0)).detach()]
+
+
+def evaluate_without_a_prefetched_block(model: Any) -> list[Tensor]:
+    optimizer = sgd(model, 0.5)
+    for index in range(3):
+        loss_of(model, index).backward()
+        net_of(model).skip = frozenset({1})
+        evaluated(model)
+        net_of(model).skip = frozenset()
+        optimizer.step()
+        optimizer.zero_grad()
+    return evaluated(model)
+
+
+def write_to_a_view(model: Any) -> list[Tensor]:
+    output = model(data(model))
+    with torch.no_grad():
+        model.bias.fill_(3.0)
+    output.sum().backward()
+    return evaluated(model)
+
+
+def train_a_unit_alone(model: Any) -> list[Tensor]:
+    """Torch adds the gradients that the unit's own backward has left to those of the next step."""
+    loss_of(model).backward()
+    model.zero_grad()
+    net_of(model).blocks[0](data(model, 1)).square().sum().backward()
+    model.zero_grad()
+    return stepped(model, loss_of(model))
+
+
+def backward_twice(model: Any, first_synced: bool = True) -> list[Tensor]:
+    """Where nothing is freed, torch does not reduce the second gradient."""
+    loss = loss_of(model)
+    with synced(model, first_synced):
+        loss.backward(retain_graph=True)
+    return stepped(model, loss)
+
+
+def zero_grad_before_the_backward(model: Any, set_to_none: bool) -> list[Tensor]:
+    """Torch's model shows views in place of parameters there, so that gradients add up over the steps."""
+    optimizer = sgd(model, 0.01)
+    for index in range(3):
+        loss = loss_of(model, index)
+        model.zero_grad(set_to_none)
+        loss.backward()
+        optimizer.step()
+    return evaluated(model)
+
+
+def zero_gradients_of_no_sync_in_place(model: Any) -> list[Tensor]:
+    """Torch adds the gradient that was reduced before no_sync to the next one."""
+    optimizer = sgd(model)
+    for index in range(3):
+        loss_of(model, 1).backward()
+        with synced(model, False):
+            loss_of(model, 2).backward()
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, index).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return evaluated(model)
+
+
+def freeze_a_parameter_with_a_gradient(model: Any) -> list[Tensor]:
+    """Torch drops the gradient in the next backward."""
+    optimizer = sgd(model)
+    loss_of(model).backward()
+    net_of(model).blocks[0].up.weight.requires_grad_(False)
+    for index in range(2):
+        loss_of(model, index).backward()
+        optimizer.step()
+    return evaluated(model)
+
+
+def load_with_assign(model: Any) -> list[Tensor]:
+    """Torch goes on with the parameters of before. The plain module loads without assign, as its optimizer
+    would train nothing any more."""
+    optimizer = sgd(model, 0.01)
+    state = {name: torch.full_like(param, 0.05) for name, param in plain().named_parameters()}
+    if is_plain(model):
+        model.load_state_dict(state, strict=False)
+    else:
+        with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            model.load_state_dict(model.state_dict() | state, assign=True)
+    for index in range(2):
+        loss_of(model, index).backward()
+        optimizer.step()
+    return evaluated(model)
+
+
+def set_data_in_summon_full_params(model: Any) -> list[Tensor]:
+    with summoned(model):
+        for param in model.parameters():
+            param.data = torch.full_like(param, 0.05)
+    return evaluated(model)
+
+
+def set_data_of_flat_parameters(model: Any) -> list[Tensor]:
+    """Torch uses the data for one all-gather, and its own shard after that."""
+    loss_of(model).backward()
+    for param in model.parameters() if is_plain(model) else [model._flat_param]:
+        param.data = torch.full_like(param, 0.5)
+    output = model(batch(0))
+    output.sum().backward()
+    return [output.detach(), *evaluated(model)]
+
+
+def infer_before_training(model: Any) -> list[Tensor]:
+    optimizer = sgd(model)
+    with torch.inference_mode():
+        model(batch(0))
+    for index in range(2):
+        loss_of(model, index).backward()
+        optimizer.step()
+    return evaluated(model)
+
+
+def arrays_in_summon_full_params(model: Any) -> list[Tensor]:
+    if device().type != "cpu":
+        pytest.skip("numpy shares the memory of a CPU alone")
+    with summoned(model):
+        arrays = [param.detach().numpy() for param in model.parameters()]
+    return [torch.tensor([array.sum() for array in arrays]), *evaluated(model)]
+
+
+class Unknown:
+    """An object that holds a tensor, of a class that is not registered anywhere."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class AroundUnknown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Returns(Unknown), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x).value)
+
+
+class CalledWithOthers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {"weight": 2 * self.layer.weight, "bias": 1 + self.layer.bias}
+        return functional_call(self.layer, weights, (x,))
+
+
+class Scaled(nn.Linear):
+    """With a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def one_layer() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def sliced_layer() -> nn.Linear:
+    """With gaps between the rows of its weight."""
+    layer = one_layer()
+    layer.weight = nn.Parameter(torch.randn(WIDTH, 3 * WIDTH)[:, WIDTH : 2 * WIDTH])
+    return layer
+
+
+DIFFERENT = None  # torch gives other values
+RAISES = ""  # torch raises, whatever it says
+STORAGE = "storage of size 0"
+SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
+BOTH_VIEWS = (True, False)
+
+
+class Program(NamedTuple):
+    """A program that torch's FSDP1 gets wrong, and fsdp_c right: as the plain module."""
+
+    run: Callable[[Any], list[Tensor]]
+    torchs: str | dict[str, str | None] | None  # words of its error, or DIFFERENT; perhaps by strategy
+    module: Callable[[], nn.Module] = plain
+    strategies: tuple[str, ...] = ("FULL_SHARD",)
+    views: tuple[bool, ...] = (True,)  # values of use_orig_params
+    arguments: dict[str, Any] = {"auto_wrap_policy": PER_BLOCK}  # noqa: RUF012  # never changed
+
+
+def of_strategies(full: str | None, grad_op: str | None, whole: str | None) -> dict[str, str | None]:
+    return dict(zip(STRATEGIES, (full, grad_op, whole), strict=True))
+
+
+PROGRAMS = {
+    "evaluation after a step": Program(
+        evaluate_before_and_after_a_step, DIFFERENT, one_layer, SHARDED, arguments={}
+    ),
+    "step after a forward without backward": Program(
+        step_after_a_forward_without_backward, DIFFERENT, one_layer, SHARDED, BOTH_VIEWS, {}
+    ),
+    "evaluation without a prefetched block": Program(
+        evaluate_without_a_prefetched_block,
+        DIFFERENT,
+        arguments={"auto_wrap_policy": PER_BLOCK, "forward_prefetch": True},
+    ),
+    "write to a view": Program(write_to_a_view, DIFFERENT, one_layer, ("SHARD_GRAD_OP",), arguments={}),
+    "unit trained alone": Program(train_a_unit_alone, DIFFERENT),
+    "two backwards": Program(
+        backward_twice, of_strategies(STORAGE, STORAGE, DIFFERENT), strategies=STRATEGIES
+    ),
+    "two backwards, the first in no_sync": Program(
+        lambda model: backward_twice(model, False),
+        of_strategies(STORAGE, "_saved_grad_shard", DIFFERENT),
+        strategies=STRATEGIES,
+    ),
+    "two forwards through a reentrant checkpoint": Program(
+        lambda model: stepped(model, loss_of(model) + loss_of(model, 1)),
+        of_strategies(RAISES, RAISES, DIFFERENT),
+        lambda: plain(checkpoint_mode="reentrant"),
+        STRATEGIES,
+    ),
+    "reentrant checkpoints around parts of a unit": Program(
+        train_once, RAISES, lambda: plain(around="reentrant"), arguments={}
+    ),
+    "zero_grad to None before the backward": Program(
+        lambda model: zero_grad_before_the_backward(model, True), DIFFERENT, strategies=("SHARD_GRAD_OP",)
+    ),
+    "zero_grad to zero before the backward": Program(
+        lambda model: zero_grad_before_the_backward(model, False), DIFFERENT, strategies=("SHARD_GRAD_OP",)
+    ),
+    "gradients of no_sync zeroed in place": Program(
+        zero_gradients_of_no_sync_in_place, DIFFERENT, views=BOTH_VIEWS
+    ),
+    "frozen parameter with a gradient": Program(
+        freeze_a_parameter_with_a_gradient, DIFFERENT, strategies=STRATEGIES
+    ),
+    "load with assign": Program(load_with_assign, DIFFERENT, strategies=STRATEGIES, views=BOTH_VIEWS),
+    "data set in summon_full_params": Program(
+        set_data_in_summon_full_params, DIFFERENT, strategies=STRATEGIES, views=BOTH_VIEWS
+    ),
+    "data of a flat parameter": Program(
+        set_data_of_flat_parameters, DIFFERENT, one_layer, views=(False,), arguments={}
+    ),
+    "inference before training": Program(infer_before_training, "The `grad_fn` is needed", views=BOTH_VIEWS),
+    "three forwards, then their backwards": Program(
+        lambda model: stepped(model, *[loss_of(model, index) for index in range(3)]),
+        "out of bounds for storage",
+        views=BOTH_VIEWS,
+    ),
+    "arrays in summon_full_params": Program(arrays_in_summon_full_params, "not resizable", views=BOTH_VIEWS),
+    "tensor in an unknown object": Program(
+        lambda model: stepped(model, model(data(model).requires_grad_()).square().mean()),
+        "storage",
+        AroundUnknown,
+        arguments={"auto_wrap_policy": ModuleWrapPolicy({Returns})},
+    ),
+    "functional_call in a forward": Program(evaluated, DIFFERENT, CalledWithOthers, arguments={}),
+    "parameter with gaps in memory": Program(
+        evaluated, "out of bounds for storage", sliced_layer, arguments={}
+    ),
+    "parameter without dimensions": Program(
+        evaluated, "Change scale to a 1D tensor with numel equal to 1", Scaled, views=BOTH_VIEWS, arguments={}
+    ),
+}
+CASES = [
+    pytest.param(name, strategy, view, id=f"{name}-{strategy}-{'orig' if view else 'flat'}")
+    for name, program in PROGRAMS.items()
+    for strategy in program.strategies
+    for view in program.views
+]
+
+
+@pytest.mark.parametrize(("name", "strategy", "use_orig_params"), CASES)
+@on_ranks(2)
+def test_a_program_is_that_of_the_plain_module(name: str, strategy: str, use_orig_params: bool) -> None:
+    program = PROGRAMS[name]
+
+    def run(which: str) -> list[Tensor]:
+        torch.manual_seed(5)
+        module = program.module()
+        if which != "plain":
+            module = wrap(module, which, strategy, use_orig_params=use_orig_params, **program.arguments)
+        return program.run(module)
+
+    expected = run("plain")
+    torchs = program.torchs[strategy] if isinstance(program.torchs, dict) else program.torchs
+    if torchs is DIFFERENT:
+        with pytest.raises(AssertionError, match="not close"):
+            assert_close(run("torch"), expected)
+    else:
+        with pytest.raises((AssertionError, RuntimeError, ValueError), match=re.escape(torchs)):
+            run("torch")
+    races.forget()  # torch adds and edits gradients on other streams than those that reduce them
+    assert_close(run("fsdp_c"), expected)
 
 
 # ----------------------------------------------------------------- reductions
@@ -114,74 +479,6 @@ def test_offloaded_gradients_accumulate_outside_no_sync(rank: int, use_orig_para
             model(batch(rank, index)).sum().backward()
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert (one.grad is None and other.grad is None) or torch.equal(one.grad, other.grad)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@on_ranks(2)
-def test_evaluation_sees_the_optimizer_step_before_it(rank: int, strategy: str) -> None:
-    stale = {}
-    for which in BOTH:
-        model = wrap(nn.Linear(WIDTH, WIDTH), which, strategy=strategy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        model(batch(rank)).sum().backward()
-        with torch.no_grad():
-            before = model(batch(rank))
-            optimizer.step()
-            after = model(batch(rank))
-        stale[which] = torch.equal(before, after)
-    assert stale == {"torch": True, "fsdp_c": False}
-
-
-@both_views
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@on_ranks(2)
-def test_a_forward_sees_the_step_after_one_whose_backward_never_came(
-    rank: int, strategy: str, use_orig_params: bool
-) -> None:
-    stale = {}
-    for which in BOTH:
-        model = wrap(nn.Linear(WIDTH, WIDTH), which, strategy=strategy, use_orig_params=use_orig_params)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        model(batch(rank)).sum().backward()
-        before = model(batch(rank)).detach()
-        optimizer.step()
-        stale[which] = torch.equal(before, model(batch(rank)).detach())
-    assert stale == {"torch": True, "fsdp_c": False}
-
-
-@on_ranks(2)
-def test_a_forward_sees_the_step_after_one_that_left_out_what_comes_next() -> None:
-    def losses(model: Any) -> list[float]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        seen = []
-        for _ in range(3):
-            loss = model(batch(0)).square().mean()
-            loss.backward()
-            with torch.no_grad():
-                model.skip = frozenset({1})
-                model(batch(0))
-                model.skip = frozenset()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss.item())
-        return seen
-
-    expected = pytest.approx(losses(plain().to(device())))
-    assert losses(sharded("fsdp_c", forward_prefetch=True)) == expected
-    assert losses(sharded("torch", forward_prefetch=True)) != expected
-
-
-@on_ranks(2)
-def test_what_is_written_to_whole_parameters_outlives_the_backward(rank: int) -> None:
-    kept = {}
-    for which in BOTH:
-        model = wrap(nn.Linear(WIDTH, WIDTH), which, strategy="SHARD_GRAD_OP")
-        output = model(batch(rank))
-        with torch.no_grad():
-            model.bias.fill_(3.0)
-        output.sum().backward()
-        kept[which] = bool((model.state_dict()["bias"] == 3.0).all())
-    assert kept == {"torch": False, "fsdp_c": True}
 
 
 # ----------------------------------------------------------------- state dicts and summon
@@ -283,95 +580,8 @@ def test_a_query_on_an_inner_unit_decides_nothing(rank: int, query: str) -> None
 # ----------------------------------------------------------------- autograd
 
 
-@on_ranks(2)
-def test_a_unit_trained_on_its_own_leaves_the_whole_model_right(rank: int, world_size: int) -> None:
-    """Torch: what the unit's own backward left behind is added to the gradients of the next step."""
-
-    def step(which: str) -> list[Tensor]:
-        model = sharded(which)
-        model(batch(rank)).sum().backward()
-        model.zero_grad()
-        model.module.blocks[0](batch(rank, 1)).square().sum().backward()
-        model.zero_grad()
-        model(batch(rank)).sum().backward()
-        return full_gradients(model)
-
-    expected = plain_gradients(world_size, lambda model, one: model(batch(one)).sum())
-    with pytest.raises(AssertionError):
-        assert_close(step("torch"), expected)
-    races.forget()  # torch takes it over on the stream that gathers
-    assert_close(step("fsdp_c"), expected)
-
-
-STORAGE = "storage of size 0"
-RETAINED: dict[bool, dict[str, str | None]] = {
-    False: {"FULL_SHARD": STORAGE, "SHARD_GRAD_OP": STORAGE, "NO_SHARD": None},
-    True: {"FULL_SHARD": STORAGE, "SHARD_GRAD_OP": "_saved_grad_shard", "NO_SHARD": None},
-}
-
-
-@pytest.mark.parametrize("no_sync", RETAINED, ids=["twice reduced", "in no_sync and then reduced"])
-@all_strategies
-@on_ranks(2)
-def test_a_graph_can_be_walked_twice(rank: int, world_size: int, strategy: str, no_sync: bool) -> None:
-    """Torch: freed storage is read, an assertion about `_saved_grad_shard`, or, where nothing is freed, the
-    second gradient is not reduced."""
-
-    def step(which: str) -> list[Tensor]:
-        model = sharded(which, strategy=strategy)
-        loss = model(batch(rank)).sum()
-        with model.no_sync() if no_sync else contextlib.nullcontext():
-            loss.backward(retain_graph=True)
-        loss.backward()
-        return full_gradients(model)
-
-    expected = plain_gradients(world_size, lambda model, one: 2 * model(batch(one)).sum())
-    assert_close(step("fsdp_c"), expected)
-    found, words = gradients_or_error(lambda: step("torch")), RETAINED[no_sync][strategy]
-    if words is not None:
-        assert words in found
-    else:
-        with pytest.raises(AssertionError):
-            assert_close(found, expected)
-
-
 class DictOutput(dict):
     """A dict with a name."""
-
-
-class Unknown:
-    """An object that holds a tensor, of a class that nobody has told of."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
-class AroundUnknown(nn.Module):
-    def __init__(self, which: str) -> None:
-        super().__init__()
-        inner = Returns(Unknown)
-        self.inner = inner if which == "plain" else wrap(inner, which)
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.inner(x).value)
-
-
-@on_ranks(2)
-def test_a_tensor_in_an_object_is_trained(rank: int, world_size: int) -> None:
-    """Torch puts no hook on it, and the backward reads storage that was freed."""
-
-    def step(which: str) -> list[Tensor]:
-        torch.manual_seed(3)
-        model = wrap(AroundUnknown(which), which)
-        model(batch(rank).requires_grad_()).square().sum().backward()
-        return full_gradients(model)
-
-    torch.manual_seed(3)
-    plain_model = AroundUnknown("plain")
-    sum(plain_model(batch(other)).square().sum() / world_size for other in range(world_size)).backward()
-    assert "storage" in gradients_or_error(lambda: step("torch"))
-    assert_close(step("fsdp_c"), [parameter.grad for parameter in plain_model.parameters()])
 
 
 @pytest.mark.parametrize(
@@ -642,72 +852,6 @@ def test_low_precision_gradients_of_tied_weights_are_kept(rank: int, world_size:
     assert step("fsdp_c") == {torch.bfloat16}
 
 
-@all_strategies
-@on_ranks(2)
-def test_two_forwards_through_a_reentrant_checkpoint_meet_in_one_backward(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    """Torch runs the second recomputation on parameters that are sharded again, or does not reduce its
-    gradients."""
-
-    def forwards(model: nn.Module, one: int) -> Tensor:
-        return model(batch(one)).sum() + model(batch(one, 1)).sum()
-
-    def step(which: str) -> list[Tensor]:
-        model = sharded(which, net={"checkpoint_mode": "reentrant"}, strategy=strategy)
-        forwards(model, rank).backward()
-        return full_gradients(model)
-
-    expected = plain_gradients(world_size, forwards)
-    found = gradients_or_error(lambda: step("torch"))
-    races.forget()  # torch adds the second gradient to what its reduction still reads
-    if strategy == "NO_SHARD":
-        with pytest.raises(AssertionError):
-            assert_close(found, expected)
-    else:
-        assert isinstance(found, str)
-    assert_close(step("fsdp_c"), expected)
-
-
-@on_ranks(2)
-def test_data_put_into_a_flat_parameter_stays(rank: int) -> None:
-    """Torch takes it for one gather, and then shows its own shard again."""
-    found = {}
-    for which in BOTH:
-        model = wrap(nn.Linear(WIDTH, WIDTH), which, use_orig_params=False)
-        model(batch(rank)).sum().backward()
-        model._flat_param.data = torch.full_like(model._flat_param, 0.5)
-        outputs = []
-        for _ in range(2):
-            loss = model(batch(rank)).sum()
-            loss.backward()
-            outputs.append(loss.item())
-        found[which] = outputs[0] == outputs[1], bool((model._flat_param == 0.5).all())
-    assert found == {"torch": (False, False), "fsdp_c": (True, True)}
-
-
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
-@on_ranks(2)
-def test_zero_grad_of_the_model_clears_gradients_between_forward_and_backward(
-    set_to_none: bool,
-) -> None:
-    """Torch shows views there in the place of parameters, so that gradients add up over the steps."""
-    losses = {}
-    for which in (*BOTH, "plain"):
-        model = plain() if which == "plain" else sharded(which, strategy="SHARD_GRAD_OP")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        losses[which] = []
-        for _ in range(3):
-            loss = model(batch(0)).square().mean()
-            model.zero_grad(set_to_none)
-            loss.backward()
-            optimizer.step()
-            losses[which].append(loss.detach())
-    assert_close(losses["fsdp_c"], losses["plain"])
-    with pytest.raises(AssertionError):
-        assert_close(losses["torch"], losses["plain"])
-
-
 @on_ranks(2)
 def test_a_model_is_frozen_between_forward_and_backward(rank: int) -> None:
     said = {}
@@ -743,79 +887,6 @@ def test_a_module_within_a_unit_shows_views_which_its_zero_grad_does_not_see_pas
         within.zero_grad()
     assert loss.requires_grad
     assert all(parameter.grad is grad for parameter, grad in zip(parameters, before, strict=True))
-
-
-@both_views
-@on_ranks(2)
-def test_a_gradient_zeroed_in_place_after_no_sync_stays_away(rank: int, use_orig_params: bool) -> None:
-    """Torch zeroes what no_sync has left, and adds what was reduced before that to the next gradient."""
-
-    def step(model: Any, one: int) -> list[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for index in range(3):
-            model(batch(0, 1)).square().mean().backward()
-            with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
-                model(batch(0, 2)).square().mean().backward()
-            optimizer.zero_grad(set_to_none=False)
-            loss = model(batch(0, index)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        return losses
-
-    expected = step(plain(), 0)
-    found = {which: step(sharded(which, use_orig_params=use_orig_params), rank) for which in BOTH}
-    assert_close(found["fsdp_c"], expected)
-    with pytest.raises(AssertionError):
-        assert_close(found["torch"], expected)
-
-
-@all_strategies
-@on_ranks(2)
-def test_a_frozen_parameter_keeps_its_gradient(strategy: str) -> None:
-    """Torch drops it in the next backward, but for a unit that is frozen as a whole under SHARD_GRAD_OP."""
-
-    def step(model: Any, net: Net) -> list[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(batch(0)).square().mean().backward()
-        net.blocks[0].up.weight.requires_grad_(False)
-        losses = []
-        for index in range(2):
-            loss = model(batch(0, index)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return losses
-
-    module = plain()
-    expected = step(module, module)
-    found = {}
-    for which in BOTH:  # torch first
-        model = sharded(which, strategy=strategy)
-        found[which] = step(model, model.module)
-        if which == "torch":
-            races.forget()  # it adds gradients while a reduction on another stream writes there
-    assert_close(found["fsdp_c"], expected)
-    with pytest.raises(AssertionError):
-        assert_close(found["torch"], expected)
-
-
-@on_ranks(2)
-def test_reentrant_checkpoints_around_parts_of_a_unit_train(rank: int, world_size: int) -> None:
-    """Torch reduces and frees the unit after the gradients of the first part, whose neighbours are still to
-    come."""
-
-    def step(which: str) -> list[Tensor]:
-        model = wrap(plain(around="reentrant"), which)  # the blocks, all in one unit
-        model(batch(rank)).sum().backward()
-        return full_gradients(model)
-
-    assert isinstance(gradients_or_error(lambda: step("torch")), str)
-    races.forget()
-    expected = plain_gradients(world_size, lambda model, one: model(batch(one)).sum(), around="reentrant")
-    assert_close(step("fsdp_c"), expected)
 
 
 class PartlyCheckpointed(nn.Module):
@@ -885,41 +956,6 @@ def test_a_reentrant_checkpoint_within_one_around_all_of_a_unit_raises_in_both(
 
 
 @on_ranks(2)
-def test_a_parameter_with_gaps_in_memory_is_dense_once_wrapped(rank: int) -> None:
-    def sliced() -> nn.Linear:
-        layer = nn.Linear(WIDTH, WIDTH)
-        layer.weight = nn.Parameter(
-            torch.arange(3.0 * WIDTH * WIDTH).view(WIDTH, 3 * WIDTH)[:, WIDTH : 2 * WIDTH]
-        )
-        nn.init.ones_(layer.bias)
-        return layer
-
-    with pytest.raises(RuntimeError, match="out of bounds for storage"):
-        wrap(sliced(), "torch")
-    assert torch.equal(wrap(sliced(), "fsdp_c")(batch(rank)), sliced()(batch(rank)))
-
-
-@both_views
-@on_ranks(2)
-def test_a_parameter_without_dimensions_is_wrapped(rank: int, use_orig_params: bool) -> None:
-    class Scaled(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(WIDTH, WIDTH)
-            nn.init.eye_(self.weight)
-            nn.init.zeros_(self.bias)
-            self.scale = nn.Parameter(torch.tensor(3.0))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.scale
-
-    with pytest.raises(ValueError, match="Change scale to a 1D tensor with numel equal to 1"):
-        wrap(Scaled(), "torch", use_orig_params=use_orig_params)
-    model = wrap(Scaled(), "fsdp_c", use_orig_params=use_orig_params)
-    assert torch.equal(model(batch(rank)), batch(rank) * 3.0)
-    assert model.state_dict()["scale"].shape == ()
-
-
-@on_ranks(2)
 def test_gradients_of_transposed_parameters_lie_as_those_do(rank: int) -> None:
     own, contiguous = (1, WIDTH + 1), (WIDTH, 1)
     strides = {}
@@ -931,18 +967,6 @@ def test_gradients_of_transposed_parameters_lie_as_those_do(rank: int) -> None:
         (weight,) = (param for param in model.parameters() if param.ndim == 2)
         strides[which] = weight.stride(), weight.grad.stride()
     assert strides == {"torch": (own, contiguous), "fsdp_c": (own, own)}
-
-
-class CalledWithOthers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional_call(
-            self.layer, {"weight": 2 * self.layer.weight, "bias": 1 + self.layer.bias}, (x,)
-        )
 
 
 @both_views
@@ -965,14 +989,6 @@ def test_compiled_blocks_are_the_units_that_a_policy_chooses(rank: int, use_orig
     expected = gradients("torch", False)
     found = gradients("fsdp_c", True)
     assert len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
-
-
-@on_ranks(2)
-def test_functional_call_in_a_forward_takes_what_it_is_given(rank: int) -> None:
-    expected, own = CalledWithOthers()(batch(rank)), CalledWithOthers().layer(batch(rank))
-    found = {which: wrap(CalledWithOthers(), which)(batch(rank)) for which in BOTH}
-    assert torch.equal(found["torch"], own) and not torch.equal(own, expected)
-    assert torch.equal(found["fsdp_c"], expected)
 
 
 def full_values(model: Any) -> list[Tensor]:
@@ -1143,68 +1159,6 @@ def test_compiled_autograd_is_refused_in_words(rank: int) -> None:
     assert_close(losses(model, contextlib.nullcontext), expected)
 
 
-def filled(model: Any) -> dict[str, Tensor]:
-    with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        return model.state_dict() | {
-            name: torch.full_like(one, 0.05) for name, one in plain().named_parameters()
-        }
-
-
-def twentieths() -> Net:
-    model = plain()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.05)
-    return model
-
-
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_load_state_dict_with_assign_loads_and_goes_on_training(strategy: str, use_orig_params: bool) -> None:
-    """Torch goes on with what was there; under NO_SHARD with use_orig_params the optimizer trains nothing any
-    more."""
-
-    def losses(model: Any, load: Callable[[], Any]) -> list[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        load()
-        found = []
-        for _ in range(2):
-            found.append(model(batch(0)).square().mean())
-            found[-1].backward()
-            optimizer.step()
-        return [loss.detach() for loss in found]
-
-    expected, found = losses(twentieths(), lambda: None), {}
-    for which in BOTH:
-        model = sharded(which, strategy=strategy, use_orig_params=use_orig_params)
-        state = filled(model)
-
-        def load(model: Any = model, state: dict[str, Tensor] = state) -> None:
-            with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT):
-                model.load_state_dict(state, assign=True)
-
-        found[which] = losses(model, load)
-    assert_close(found["fsdp_c"], expected)
-    with pytest.raises(AssertionError, match="not close"):
-        assert_close(found["torch"], expected)
-
-
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_data_that_is_set_in_summon_full_params_is_kept(strategy: str, use_orig_params: bool) -> None:
-    outputs = {}
-    for which in BOTH:
-        model = sharded(which, strategy=strategy, use_orig_params=use_orig_params)
-        with type(model).summon_full_params(model):
-            for parameter in model.parameters():
-                parameter.data = torch.full_like(parameter, 0.05)
-        outputs[which] = model(batch(0)).detach()
-    torch.testing.assert_close(outputs["fsdp_c"], twentieths()(batch(0)).detach())
-    torch.testing.assert_close(outputs["torch"], plain()(batch(0)).detach())
-
-
 @on_ranks(2)
 def test_a_refused_set_state_dict_type_changes_no_unit() -> None:
     types = {}
@@ -1238,32 +1192,6 @@ def test_gradients_in_float64_are_clipped(use_orig_params: bool) -> None:
     torch.testing.assert_close(norms[0], torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0))
 
 
-def torch_raises_and_ours_is_as_plain(
-    run: Callable[[Any], list[Tensor]], use_orig_params: bool, error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        run(sharded("torch", use_orig_params=use_orig_params))
-    races.forget()
-    assert_close(run(sharded("fsdp_c", use_orig_params=use_orig_params)), run(plain()))
-
-
-@both_views
-@on_ranks(2)
-def test_a_first_forward_in_inference_mode_leaves_a_model_that_trains(use_orig_params: bool) -> None:
-    def losses(model: Any) -> list[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with torch.inference_mode():
-            model(batch(0))
-        found = []
-        for _ in range(2):
-            found.append(model(batch(0)).square().mean())
-            found[-1].backward()
-            optimizer.step()
-        return [loss.detach() for loss in found]
-
-    torch_raises_and_ours_is_as_plain(losses, use_orig_params, AssertionError, "The `grad_fn` is needed")
-
-
 @pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT], ids=str)
 @both_views
 @on_ranks(2)
@@ -1284,31 +1212,3 @@ def test_buffers_registered_after_wrapping_are_saved_in_their_own_dtype(
         assert saved["blocks.0.scale"].dtype == torch.float32
         found[which] = [saved[name].dtype for name in ("blocks.0.late", "blocks.0.second")]
     assert found == {"torch": [torch.bfloat16] * 2, "fsdp_c": [torch.float32] * 2}
-
-
-@both_views
-@on_ranks(2)
-def test_several_forwards_and_then_their_backwards(use_orig_params: bool) -> None:
-    def gradients(model: Any) -> list[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for loss in [model(batch(0, index)).square().mean() for index in range(3)]:
-            loss.backward()
-        optimizer.step()
-        return [model(batch(0)).detach()]
-
-    torch_raises_and_ours_is_as_plain(gradients, use_orig_params, RuntimeError, "out of bounds for storage")
-
-
-@both_views
-@on_ranks(2)
-def test_arrays_of_parameters_in_summon_full_params(use_orig_params: bool) -> None:
-    if device().type != "cpu":
-        pytest.skip("numpy shares the memory of a CPU alone")
-
-    def sums_and_output(model: Any) -> list[Tensor]:
-        is_plain = isinstance(model, Net)
-        with contextlib.nullcontext() if is_plain else type(model).summon_full_params(model):
-            arrays = [param.detach().numpy() for param in model.parameters()]
-        return [torch.tensor([array.sum() for array in arrays]), model(batch(0)).detach()]
-
-    torch_raises_and_ours_is_as_plain(sums_and_output, use_orig_params, RuntimeError, "not resizable")
