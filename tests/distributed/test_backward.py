@@ -1,23 +1,19 @@
-"""Graphs and outputs beyond one forward and one backward, against the unsharded model on the batches of all
-ranks."""
+"""Backwards over graphs beyond one forward and one backward, beside the unsharded model on the batches of all
+ranks.
+"""
 
 from __future__ import annotations
 
-import collections
-import copy
-import dataclasses
 import functools
 import gc
-import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from tests.models import WIDTH, Net
@@ -669,126 +665,6 @@ def test_the_last_layer_weighs_losses_by_its_gradient_of_each(
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         step(model, rank)
     model(batch(rank)).sum().backward()
-
-
-# ----------------------------------------------------------------- outputs
-
-
-class Pair(NamedTuple):
-    left: Tensor
-    right: Tensor
-
-
-class OrderedOutput(collections.OrderedDict):
-    """What model libraries return."""
-
-
-@dataclasses.dataclass
-class DataOutput:
-    value: Tensor
-    other: Any = None
-
-
-class Registered:
-    """A container of its own kind, known to pytree."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
-def register_container() -> None:
-    if Registered not in pytree.SUPPORTED_NODES:
-        pytree.register_pytree_node(
-            Registered, lambda one: ([one.value], None), lambda items, _: Registered(*items)
-        )
-
-
-OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
-    "dict": (lambda x: {"value": x, "number": 1}, lambda out: out["value"]),
-    "nested list": (lambda x: [[x], (x * 2, None)], lambda out: out[0][0] + out[1][0]),
-    "tuple": (lambda x: (x, "text"), lambda out: out[0]),
-    "named tuple": (lambda x: Pair(x, x * 2), lambda out: out.left + out.right),
-    "dataclass": (lambda x: DataOutput(x), lambda out: out.value),
-    "dataclass in dict": (
-        lambda x: {"a": DataOutput(x, [x])},
-        lambda out: out["a"].value + out["a"].other[0],
-    ),
-    "ordered dict": (lambda x: OrderedOutput(value=x), lambda out: out["value"]),
-    "default dict": (lambda x: collections.defaultdict(list, value=x), lambda out: out["value"]),
-    "registered pytree": (Registered, lambda out: out.value),
-    "registered pytree in list": (lambda x: [Registered(x)], lambda out: out[0].value),
-    "registered pytree in dataclass": (lambda x: DataOutput(Registered(x)), lambda out: out.value.value),
-    "deque": (lambda x: collections.deque([x]), lambda out: out[0]),
-    "iterator": (lambda x: iter([None, x]), lambda out: list(out)[1]),
-    "iterator over another one": (
-        lambda x: zip(map(lambda one: one * 2, {"value": x}.values())),
-        lambda out: next(out)[0],
-    ),
-    "generator": (lambda x: (one for one in [x]), next),
-    "method": (lambda x: x.sum, lambda out: out(0)),
-    "partial": (lambda x: functools.partial(torch.add, x, other=x), lambda out: out()),
-    "closure": (lambda x: lambda: x * 2, lambda out: out()),
-}
-
-
-class Returns(nn.Module):
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.make = make
-        self.returned: Any = None
-
-    def forward(self, x: Tensor) -> Any:
-        self.returned = self.make(torch.tanh(self.layer(x)))
-        return self.returned
-
-
-class Takes(nn.Module):
-    """An inner unit between two layers, whose weight its backward needs gathered."""
-
-    def __init__(self, make: Callable[[Tensor], Any], take: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.before = nn.Linear(WIDTH, WIDTH)
-        self.inner = Returns(make)
-        self.take = take
-        self.same = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self.inner(self.before(x))
-        self.same = output is getattr(self.inner, "module", self.inner).returned
-        return self.take(output)
-
-
-@pytest.mark.parametrize("kind", OUTPUTS)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@on_ranks(2)
-def test_outputs_in_containers_are_returned_themselves_and_can_be_trained(
-    rank: int, world_size: int, strategy: str, kind: str
-) -> None:
-    register_container()
-    model = wrap(
-        seeded(lambda: Takes(*OUTPUTS[kind])), strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({Returns})
-    )
-
-    assert_same_gradients(model, seeded(lambda: Takes(*OUTPUTS[kind])), once, rank, world_size)
-    assert model.module.same
-
-
-@all_strategies
-@on_ranks(2)
-def test_unused_outputs_need_no_backward(rank: int, world_size: int, strategy: str) -> None:
-    def make() -> nn.Module:
-        return seeded(lambda: Takes(lambda x: {"used": x, "unused": x * 3}, lambda out: out["used"]))
-
-    model = wrap(make(), strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({Returns}))
-    assert_same_gradients(model, make(), twice, rank, world_size)
-
-
-@on_ranks(2)
-def test_outputs_can_be_pickled_and_detached_ones_copied(rank: int) -> None:
-    output = sharded()(batch(rank))
-    assert torch.equal(pickle.loads(pickle.dumps(output)), output)
-    assert torch.equal(copy.deepcopy(output.detach()), output)
 
 
 # ----------------------------------------------------------------- modules

@@ -127,7 +127,7 @@ def test_low_precision_hooks_equal_torch(
 @all_strategies
 @pytest.mark.parametrize("hook", [None, "default"])
 @on_ranks(2)
-def test_kept_low_precision_gradients_equal_torch_where_the_reduction_has_another_dtype(
+def test_kept_low_precision_gradients_equal_torch_in_another_reduce_dtype(
     rank: int, world_size: int, hook: str | None, strategy: str
 ) -> None:
     """Sharded strategies hand gradients over in the compute dtype, NO_SHARD in that of the reduction."""

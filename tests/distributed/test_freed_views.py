@@ -274,9 +274,7 @@ def test_views_of_a_model_that_is_gone_or_has_other_views_by_now(rank: int) -> N
 
 @both_views
 @on_ranks(2)
-def test_shards_between_steps_stay_readable_with_original_parameters_and_under_no_shard(
-    rank: int, use_orig_params: bool
-) -> None:
+def test_shards_between_steps_stay_readable(rank: int, use_orig_params: bool) -> None:
     model = build(use_orig_params, "FULL_SHARD" if use_orig_params else "NO_SHARD")
     model(batch(rank)).sum().backward()
     values = model.module.scale.detach().flatten().tolist()

@@ -421,7 +421,7 @@ def test_an_evaluation_amid_an_accumulation_sees_what_was_put_in(use_orig_params
 
 @all_strategies
 @on_ranks(2)
-def test_data_assigned_to_a_flat_parameter_after_a_forward_is_what_the_next_one_computes_with(
+def test_data_assigned_to_a_flat_parameter_after_a_forward_is_used_by_the_next(
     strategy: str,
 ) -> None:
     model, expected = wrap(plain(), strategy, use_orig_params=False), plain()

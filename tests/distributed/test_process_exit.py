@@ -153,7 +153,7 @@ def test_threads_of_groups_that_are_kept_do_not_abort_the_process(tmp_path: Path
 
 
 @pytest.mark.timeout(3 * LIMIT_S)
-def test_threads_that_still_hold_tensors_when_the_script_is_over_do_not_abort_the_process(
+def test_threads_that_hold_tensors_at_the_end_do_not_abort_the_process(
     tmp_path: Path,
 ) -> None:
     for attempt in range(2):

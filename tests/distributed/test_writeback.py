@@ -1,17 +1,21 @@
-"""TORCH_DISTRIBUTED_DEBUG=INFO: what the runtime says it does, where torch says it."""
+"""Writeback: edits of parameters and gradients between steps reach the shards, as with torch's FSDP1, or are refused by
+name."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.distributed.test_use_orig_params import OPTIMIZERS, Trace, backward, compare, named, nothing, steps
 from tests.models import WIDTH
-from tests.ranks import on_ranks
-from tests.training import debug_level, sharded
+from tests.parity.engine import implementation
+from tests.ranks import all_strategies, device, on_ranks
+from tests.training import batch, debug_level, sharded
 
 BOTH = ("torch", "fsdp_c")
 X = torch.ones(3, WIDTH)
@@ -31,7 +35,7 @@ def held(model: nn.Module) -> list[nn.Parameter]:
 
 
 @on_ranks(2)
-def test_parameters_and_gradients_taken_over_are_warned_of(rank: int) -> None:
+def test_writeback_is_warned_of_under_debug_info(rank: int) -> None:
     """One warning per parameter or gradient, and none without the level."""
     counts = {}
     for which in BOTH:
@@ -49,3 +53,158 @@ def test_parameters_and_gradients_taken_over_are_warned_of(rank: int) -> None:
             assert all(f"[Rank {rank}]" in text for text in found)
     wanted = {"INFO": ["Gradient", "Parameter"], "OFF": []}
     assert counts == {(which, level): kinds for which in BOTH for level, kinds in wanted.items()}
+
+
+def edit_in_place(model: Any, param: nn.Parameter, name: str) -> None:
+    with torch.no_grad():
+        param.mul_(0.5).add_(0.125)
+
+
+def replace_data(model: Any, param: nn.Parameter, name: str) -> None:
+    param.data = param.detach() * 0.5 + 0.125
+
+
+def replace_parameter(model: Any, param: nn.Parameter, name: str) -> None:
+    path, _, attribute = name.rpartition(".")
+    owner = dict((key.replace("_fsdp_wrapped_module.", ""), module) for key, module in model.named_modules())
+    module = owner[path]
+    module = getattr(module, "_fsdp_wrapped_module", module)
+    setattr(module, attribute, nn.Parameter(param.detach() * 0.5 + 0.125))
+
+
+EDITS = {"in_place": edit_in_place, "data": replace_data, "parameter": replace_parameter}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@all_strategies
+@on_ranks(2)
+def test_edited_parameters_reach_the_shards(rank: int, strategy: str, edit: str) -> None:
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        for name, param in list(named(model).items()):
+            if param.numel() and name in (
+                "inp.weight",
+                "blocks.0.up.weight",
+                "blocks.2.norm.bias",
+                "head.bias",
+            ):
+                EDITS[edit](model, param, name)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        with torch.no_grad():
+            trace["output"] = model(batch(rank, 0))
+        steps(model, trace, rank, optimizer, nothing)
+
+    trace = compare(rank, body, strategy)
+    with torch.no_grad():
+        assert not torch.equal(trace["output"], sharded("fsdp_c", strategy)(batch(rank, 0)))
+
+
+@pytest.mark.parametrize("change", ["replaced", "none", "all_none", "scaled"])
+@all_strategies
+@on_ranks(2)
+def test_edited_gradients_reach_the_reduction(rank: int, strategy: str, change: str) -> None:
+    def edit(params: dict[str, nn.Parameter]) -> None:
+        for index, param in enumerate(params.values()):
+            if param.grad is None:
+                continue
+            if change == "replaced" and index % 2:
+                param.grad = param.grad * 2 + 1
+            elif change == "scaled":
+                param.grad.mul_(3)
+            elif change == "all_none" or (change == "none" and index % 2):
+                param.grad = None
+
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        for step in range(2):
+            backward(model, 0, rank)
+            edit(named(model))
+            trace.record(f"{step} edited", named(model))
+            backward(model, 1, rank)  # adds to what the edit left
+            trace.record(f"{step} added", named(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.record(f"{step} stepped", named(model))
+
+    # torch takes them over on the stream that gathers, and adds to them on the one that reduces
+    compare(rank, body, strategy, torch_races=True)
+
+
+def unheld(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters of the first block that lie in the other rank's shard."""
+    found = [
+        (name, param)
+        for name, param in named(model).items()
+        if name.startswith("blocks.0.") and not param.numel()
+    ]
+    assert found
+    return found
+
+
+@on_ranks(2)
+def test_data_outside_the_shard_is_refused_after_one_gather_per_such_parameter(
+    rank: int,
+) -> None:
+    """One is looked at per gather. Each rank holds two of the four, so that both raise
+    together."""
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+    model = implementation("fsdp_c")(layers, use_orig_params=True, device_id=device())
+    with torch.no_grad():
+        model(batch(rank, 0))
+    name = "3.weight" if rank == 0 else "0.weight"
+    named(model)[name].data = torch.ones(3)
+    with pytest.raises(RuntimeError) as found, torch.no_grad():
+        for _ in range(2):
+            model(batch(rank, 0))
+    message = str(found.value)
+    for part in (
+        f"{name} of unit Sequential",
+        f"rank {rank} holds none",
+        "[3]",
+        "summon_full_params(module, writeback=True)",
+    ):
+        assert part in message
+
+
+@on_ranks(2)
+def test_summon_checks_all_parameters_outside_the_shard(rank: int) -> None:
+    """Before anything is gathered, and nothing is changed by it."""
+    model = sharded("fsdp_c")
+    with torch.no_grad():
+        model(batch(rank, 0))
+    edited = [param for _, param in unheld(model)[-1:]]
+    for param in edited:
+        param.data = torch.ones(3)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="holds none of the parameter"):
+            with type(model).summon_full_params(model.blocks[0]):
+                pass
+    for param in edited:
+        param.data = torch.empty(0)
+    with type(model).summon_full_params(model):
+        assert named(model)["blocks.0.up.weight"].shape == (7, 5)
+
+
+@on_ranks(2)
+def test_a_parameter_replaced_outside_the_shard_stays_the_parameter(
+    rank: int,
+) -> None:
+    model = sharded("fsdp_c")
+    name, param = unheld(model)[0]
+    replace_parameter(model, param, name)
+    new = named(model)[name]
+    assert new is not param
+    backward(model, 0, rank)
+    assert named(model)[name] is new
+
+
+@pytest.mark.parametrize("name", ["torch", "fsdp_c"])
+@on_ranks(2)
+def test_skipped_check_leaves_replaced_data_alone(rank: int, name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
+        model = sharded(name)
+    backward(model, 0, rank)
+    expected = sharded(name)(batch(rank, 0))
+    for param in model.parameters():
+        param.data = torch.zeros_like(param)
+    assert torch.equal(model(batch(rank, 0)), expected)

@@ -109,7 +109,7 @@ def test_training_with_a_backward_inside_the_forward_equals_torchs(
 
 
 @on_ranks(2)
-def test_parameters_of_a_unit_are_listed_after_such_a_backward_and_with_torch_they_are_not(rank: int) -> None:
+def test_parameters_of_a_unit_are_listed_after_such_a_backward(rank: int) -> None:
     listed = {}
     for which in ("torch", "fsdp_c"):
         model = build(which, gradient_of_the_input, strategy="NO_SHARD")

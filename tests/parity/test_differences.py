@@ -30,7 +30,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.test_backward import DataOutput, OrderedOutput, Returns
+from tests.distributed.test_outputs import DataOutput, OrderedOutput, Returns
 from tests.models import WIDTH
 from tests.ranks import STRATEGIES, all_strategies, both_views, device, on_ranks
 from tests.simulated_gpu import races

@@ -105,9 +105,7 @@ class Saved(nn.Linear):
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @both_views
-def test_a_step_that_begins_while_another_thread_saves_is_refused_and_the_next_one_is_right(
-    use_orig_params: bool, phase: str
-) -> None:
+def test_a_step_that_begins_while_another_thread_saves_is_refused(use_orig_params: bool, phase: str) -> None:
     def saved_built() -> FSDP:
         torch.manual_seed(0)
         return FSDP(Saved(4, 4), device_id=CPU, use_orig_params=use_orig_params)

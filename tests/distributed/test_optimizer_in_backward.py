@@ -1,0 +1,121 @@
+"""_apply_optimizer_in_backward: steps at each reduction, bit for bit as with torch's FSDP1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from tests.distributed.test_use_orig_params import STEPS, Trace, backward, compare, named
+from tests.parity.engine import same_bits
+from tests.ranks import all_strategies, device, on_ranks
+from tests.training import batch, sharded
+
+
+def optimizers_in_backward(rank: int, strategy: str, **arguments: Any) -> Trace:
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05, "momentum": 0.9})
+        for step in range(STEPS):
+            backward(model, step, rank)
+            trace.record(f"step {step}", named(model))
+
+    return compare(rank, body, strategy, **arguments)
+
+
+@all_strategies
+@on_ranks(2)
+def test_steps_equal_torchs(rank: int, strategy: str) -> None:
+    trace = optimizers_in_backward(rank, strategy)
+    assert all(value is None for moment, value in trace.items() if moment.endswith("grad"))
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@on_ranks(4)
+def test_steps_of_hybrid_strategies_equal_torchs(rank: int, strategy: str) -> None:
+    mesh = init_device_mesh(device().type, (2, 2))
+    optimizers_in_backward(rank, strategy, device_mesh=mesh)
+
+
+@all_strategies
+@on_ranks(2)
+def test_steps_at_each_reduction_equal_torchs(rank: int, strategy: str) -> None:
+    """The second recomputation of a unit sees its first step."""
+
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
+        for step in range(2):
+            outputs = [model(batch(rank, 2 * step + each).requires_grad_()) for each in range(2)]
+            sum(outputs).square().mean().backward()
+            trace.record(f"step {step}", named(model))
+
+    compare(rank, body, strategy, net={"around": "reentrant"})
+
+
+@on_ranks(2)
+def test_gradients_that_come_after_the_units_own_are_used(rank: int) -> None:
+    """Of a term of the parameters themselves."""
+    models = [sharded("fsdp_c") for _ in range(2)]
+    _apply_optimizer_in_backward(torch.optim.SGD, models[0].parameters(), {"lr": 0.05})
+    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.05)
+    for step in range(2):
+        for model in models:
+            term = sum(param.sum() for param in model.parameters())
+            (model(batch(rank, step)).square().mean() + term).backward()
+        assert all(param.grad is None for param in models[0].parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    inside, after = map(named, models)
+    for name, param in after.items():  # added in another order
+        torch.testing.assert_close(inside[name], param)
+
+
+@on_ranks(2)
+def test_a_step_waits_for_the_synced_backward(rank: int) -> None:
+    model = sharded("fsdp_c")
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
+    before = {name: param.detach().clone() for name, param in named(model).items()}
+    with model.no_sync():
+        backward(model, 0, rank)
+    assert all(torch.equal(before[name], param) for name, param in named(model).items())
+    backward(model, 1, rank)
+    assert not all(torch.equal(before[name], param) for name, param in named(model).items())
+
+
+@all_strategies
+@on_ranks(2)
+def test_an_optimizer_of_several_parameters_steps_once(rank: int, strategy: str) -> None:
+    steps_taken: dict[int, int] = {}
+
+    class Counting(torch.optim.SGD):
+        def step(self, *args: Any, **kwargs: Any) -> None:
+            steps_taken[id(self)] = steps_taken.get(id(self), 0) + 1
+            super().step(*args, **kwargs)
+
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        steps_taken.clear()
+        for unit in (model.module.blocks[0], model.module.blocks[1]):
+            optimizer = Counting(unit.parameters(), lr=0.05)
+            for param in unit.parameters():
+                param._in_backward_optimizers = [optimizer]
+        for step in range(2):
+            backward(model, step, rank)
+            trace.record(f"step {step}", named(model))
+        assert set(steps_taken.values()) == {2}
+
+    compare(rank, body, strategy)
+
+
+@on_ranks(2)
+def test_offloaded_parameters_are_stepped(rank: int) -> None:
+    models = [sharded("fsdp_c", cpu_offload=CPUOffload(offload)) for offload in (False, True)]
+    for model in models:
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
+        for step in range(2):
+            backward(model, step, rank)
+    plain, offloaded = map(named, models)
+    assert all(same_bits(plain[name], param) for name, param in offloaded.items())
+    assert all(param.grad is None for param in offloaded.values())

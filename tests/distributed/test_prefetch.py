@@ -1,0 +1,155 @@
+"""Prefetching: how many units the limits say, and units that ``_unshard`` gathers early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import BackwardPrefetch
+
+from tests.distributed.test_collectives import calls
+from tests.distributed.test_execution_order import recorded_gathers
+from tests.models import Net
+from tests.parity.engine import Point, Run, Scenario, compare, implementation
+from tests.parity.scenarios import PER_BLOCK, plain_step
+from tests.ranks import all_strategies, both_views, device, on_ranks
+
+SIZES = (
+    2,
+    3,
+    4,
+    5,
+    6,
+)  # of square layers without bias: each all-gather tells by its size which layer it is for
+
+
+class Chain(nn.Module):
+    """Layers of different sizes, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size, bias=False) for size in SIZES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for size, layer in zip(SIZES, self.layers, strict=True):
+            x = layer(x.repeat(1, size)[:, :size])
+        return x
+
+
+def chain(**changes: Any) -> Any:
+    fsdp = implementation("fsdp_c")
+    torch.manual_seed(6)
+    model = Chain()
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = fsdp(layer, device_id=device(), **changes)
+    return fsdp(model, device_id=device(), **changes)
+
+
+def gathered_layers(sizes: list[int]) -> list[int]:
+    padded = {size * size + size * size % 2: index for index, size in enumerate(SIZES)}
+    return [padded[size] for size in sizes]
+
+
+def traced_backward(model: Any) -> list[str]:
+    """All-gathers and reduce-scatters of a backward in order, as "g2" for the gather of layer 2."""
+    loss = model(torch.ones(1, 1)).sum()
+    with calls() as seen:
+        loss.backward()
+    return [f"{'g' if kind == 'AG' else 'r'}{gathered_layers([numel])[0]}" for kind, numel in seen]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (0, "g4 r4 g3 r3 g2 r2 g1 r1 g0 r0"),
+        (1, "g4 g3 r4 g2 r3 g1 r2 g0 r1 r0"),
+        (2, "g4 g3 g2 r4 g1 r3 g0 r2 r1 r0"),
+        (9, "g4 g3 g2 g1 g0 r4 r3 r2 r1 r0"),
+    ],
+)
+@pytest.mark.parametrize("late", [False, True], ids=["before_lazy_init", "after_lazy_init"])
+@on_ranks(2)
+def test_the_backward_gathers_as_many_units_ahead_as_the_limit_says(
+    late: bool, limit: int, expected: str
+) -> None:
+    model = chain(backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
+    if late:
+        traced_backward(model)
+    for unit in model.fsdp_modules(model):
+        unit._exec_order_data._backward_prefetch_limit = limit
+    assert " ".join(traced_backward(model)) == expected
+    assert model._exec_order_data._backward_prefetch_limit == limit
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 9])
+@on_ranks(2)
+def test_the_forward_gathers_as_many_units_ahead_as_the_limit_says(limit: int) -> None:
+    model = chain(forward_prefetch=True)
+    model._exec_order_data._forward_prefetch_limit = limit
+    traced_backward(model)  # the order is that of the first iteration
+    ahead: list[int] = []
+    with recorded_gathers() as sizes:
+        for layer in model.module.layers:
+            layer.module.register_forward_pre_hook(lambda *_: ahead.append(len(sizes)))
+        model(torch.ones(1, 1))
+    assert gathered_layers(sizes) == [0, 1, 2, 3, 4]
+    assert ahead == [min(index + 1 + limit, len(SIZES)) for index in range(len(SIZES))]
+
+
+@on_ranks(2)
+def test_a_limit_is_a_count() -> None:
+    model = chain()
+    traced_backward(model)
+    with pytest.raises(ValueError, match="0 or more"):
+        model._exec_order_data._forward_prefetch_limit = -1
+    with pytest.raises(TypeError):
+        model._exec_order_data._backward_prefetch_limit = "two"
+
+
+@on_ranks(2)
+def test_limits_survive_a_second_lazy_init() -> None:
+    model = chain()
+    model._exec_order_data._backward_prefetch_limit = 3
+    traced_backward(model)
+    model.double().float()
+    traced_backward(model)
+    assert model._exec_order_data._backward_prefetch_limit == 3
+
+
+def unshard_ahead(run: Run) -> None:
+    """Each step gathers two units ahead, one of them asynchronously."""
+    first, _, third = run.model.module.blocks
+    if run.step > 1:  # torch needs lazy initialisation first
+        assert first._unshard() is None
+        work = third._unshard(async_op=True)
+        run.record("shape while unsharded", tuple(first.module.up.weight.shape))
+        work.wait()
+        work.wait()
+    plain_step(run)
+
+
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_training_with_unshard_equals_torch(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    point = Point("unshard", strategy, use_orig_params=use_orig_params, precision="bf16_reduce_fp32")
+    build = lambda run: run.wrap(Net(), auto_wrap_policy=PER_BLOCK)  # noqa: E731
+    # torch's gather or cast by hand does not wait for the optimizer
+    compare(point, Scenario(build, unshard_ahead), rank, world_size)
+
+
+@on_ranks(2)
+def test_unshard_gathers_once_and_before_lazy_init_too() -> None:
+    model = chain()
+    inner = model.module.layers[2]
+    with recorded_gathers() as sizes:
+        inner._unshard()
+        assert inner.module.weight.shape == (4, 4)
+        model(torch.ones(1, 1))
+    assert gathered_layers(sizes) == [2, 0, 1, 3, 4]
+    assert model.check_is_root() and not inner.check_is_root()
+    model._unshard()  # a unit without parameters has nothing to gather
