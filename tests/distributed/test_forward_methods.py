@@ -131,6 +131,9 @@ def test_registered_method_runs_inside_summon_full_params(rank: int, use_orig_pa
 def test_error_of_an_unregistered_method_names_the_unit_and_the_remedy(
     rank: int, use_orig_params: bool
 ) -> None:
+    with pytest.raises((RuntimeError, IndexError)) as found:
+        wrap(plain(), "torch", use_orig_params=use_orig_params).encode(batch(rank))
+    assert "register_forward_method" not in str(found.value)
     model = build(use_orig_params=use_orig_params)
     with pytest.raises((RuntimeError, IndexError)) as found:
         model.encode(batch(rank))

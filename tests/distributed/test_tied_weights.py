@@ -15,7 +15,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import StateDictType
 from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.ranks import both_views, device, on_ranks
-from tests.training import full_state
+from tests.training import assert_same, full_state
 
 WIDTH = 8
 
@@ -85,12 +85,6 @@ def train(model: nn.Module, rank: int, steps: int = 3, optimizer: torch.optim.Op
         optimizer.zero_grad()
         losses.append(loss.detach())
     return losses, optimizer
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        assert torch.equal(value, expected[name]), name
 
 
 @all_policies

@@ -796,30 +796,6 @@ def test_gradients_missing_on_one_rank_are_zeros_of_their_own_dtype(rank: int) -
     assert list(own.values()) == ([True, True, False, False] if rank == 0 else [False, False, True, True])
 
 
-class Generator(nn.Linear):
-    """A model that is used by another method than forward."""
-
-    def generate(self, x: Tensor) -> Tensor:
-        return self.forward(x)
-
-
-@on_ranks(2)
-def test_error_of_an_unregistered_method_names_the_remedy(rank: int) -> None:
-    messages = {}
-    for which in BOTH:
-        model = wrap(Generator(WIDTH, WIDTH), which)
-        with pytest.raises(RuntimeError) as found:
-            model.generate(batch(rank))
-        messages[which] = str(found.value)
-    assert "must be a matrix" in messages["torch"] and "must be a matrix" in messages["fsdp_c"]
-    assert [
-        "Generator" in message and "register_forward_method" in message for message in messages.values()
-    ] == [
-        False,
-        True,
-    ]
-
-
 @on_ranks(2)
 def test_data_put_where_the_rank_holds_nothing_is_refused(rank: int) -> None:
     outputs = {}
