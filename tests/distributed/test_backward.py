@@ -414,6 +414,21 @@ def test_unit_prefetched_in_a_forward_without_gradients_trains(rank: int, use_or
 
 
 @all_strategies
+@both_views
+@on_ranks(2)
+def test_inputs_get_the_gradients_of_the_plain_model(rank: int, use_orig_params: bool, strategy: str) -> None:
+    model, reference = sharded(strategy, use_orig_params=use_orig_params), plain()
+    found = []
+    for one in (model, reference):
+        x = batch(rank).requires_grad_()
+        by_grad = torch.autograd.grad(loss_of(one(x)), x)[0]
+        loss_of(one(x)).backward()
+        assert torch.equal(x.grad, by_grad)
+        found.append(by_grad)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+
+
+@all_strategies
 @on_ranks(2)
 def test_grad_on_inputs_gives_parameters_no_gradient_and_frees_everything(rank: int, strategy: str) -> None:
     before = settled_nbytes()
