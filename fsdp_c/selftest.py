@@ -10,7 +10,6 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,8 @@ STEPS = 10
 OPS = torch.ops.fsdp_c
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-CASES: dict[str, dict[str, Any]] = {
+Arguments = dict[str, Any]
+CASES: dict[str, Arguments] = {
     "FULL_SHARD": {},
     "bfloat16, original parameters": {"mixed_precision": BF16, "use_orig_params": True},
 }
@@ -47,33 +47,23 @@ def main(device: str | None, width: int) -> int:
         torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {count}"
         own = f"-m fsdp_c selftest --device {device} --width {width}"
         return subprocess.run([sys.executable, *torchrun.split(), *own.split()], check=False).returncode
-    here, backend = torch.device("cpu"), "gloo"
+    here, backend, parts = torch.device("cpu"), "gloo", {}
     if device != "cpu":
         here = torch.device(device, int(os.environ.get("LOCAL_RANK", "0")) % module.device_count())
         module.set_device(here)
         backend = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
-    parts: dict[str, Callable[[], str]] = {"kernels": partial(_kernels, here)}
-    if device != "cpu":
         parts["streams"] = partial(_streams, here)
+    parts["kernels"] = partial(_kernels, here)
     parts |= {name: partial(_training, here, width, arguments) for name, arguments in CASES.items()}
     parts["a checkpoint"] = partial(_checkpoint, here, width)
+    warnings.simplefilter("ignore")
     dist.init_process_group(backend)
-    try:
-        return _run(parts, f"{dist.get_world_size()} ranks on {device}")
-    finally:
-        dist.destroy_process_group()
-
-
-def _run(parts: dict[str, Callable[[], str]], ranks: str) -> int:
-    lines, failed = [environment.report(), ranks], []
+    lines, failed = [environment.report(), f"{dist.get_world_size()} ranks on {device}"], []
     for name, part in parts.items():
-        text, error = "", None
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                text = part()
+            text, error = part(), None
         except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
+            text, error = "", f"{type(raised).__name__}: {raised}"
             traceback.print_exc()
         errors = common.tell(error, None)  # a part fails if any rank fails
         found = [f"{name}: FAILED on rank {rank}: {error}" for rank, error in enumerate(errors) if error]
@@ -81,15 +71,15 @@ def _run(parts: dict[str, Callable[[], str]], ranks: str) -> int:
         failed += [name] if found else []
     if dist.get_rank() == 0:
         print(*lines, f"FAILED: {', '.join(failed)}" if failed else "all is well", sep="\n", flush=True)
-    dist.barrier()
+    dist.barrier()  # torchrun ends the other ranks once one has exited with an error
+    dist.destroy_process_group()
     return int(bool(failed))
 
 
 def _kernels(device: torch.device) -> str:
     """Compare kernels with torch's operators: odd sizes and offsets, strides, inf and NaN."""
-    numbers = torch.randn(
-        300_010, dtype=torch.float64, generator=torch.Generator().manual_seed(1), device="cpu"
-    )
+    torch.manual_seed(1)
+    numbers = torch.randn(300_010, dtype=torch.float64, device="cpu")
     numbers[::97], numbers[50::97], numbers[70::97] = float("inf"), float("nan"), 1e-30
     for dtype, other in itertools.product(DTYPES, DTYPES):
         tensor, sums = numbers.to(device, dtype)[3:], numbers.flip(0).to(device, other)[3:]
@@ -121,14 +111,11 @@ def _streams(device: torch.device) -> str:
     return "kernels run on the current one"
 
 
-def _train(
-    implementation: Any, device: torch.device, width: int, arguments: dict[str, Any]
-) -> tuple[Any, list[float]]:
+def _train(fsdp: Any, device: torch.device, width: int, arguments: Arguments) -> tuple[Any, list[float]]:
     """Return a model after STEPS steps, and its losses."""
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(7, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, 3))
-    policy = ModuleWrapPolicy({nn.Linear})
-    model = implementation(net, device_id=device, auto_wrap_policy=policy, **arguments)
+    model = fsdp(net, device_id=device, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **arguments)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     batch, losses = torch.randn(5, 7, generator=generator, device="cpu").to(device), []
@@ -141,21 +128,18 @@ def _train(
     return model, losses
 
 
-def _training(device: torch.device, width: int, arguments: dict[str, Any]) -> str:
+def _training(device: torch.device, width: int, arguments: Arguments) -> str:
     model, losses = _train(FullyShardedDataParallel, device, width, arguments)
-    values, told = model.state_dict(), f"loss {losses[0]:.4f} to {losses[-1]:.4f}"
+    values, result = model.state_dict(), f"loss {losses[0]:.4f} to {losses[-1]:.4f}"
     if not upstream.HAS_FSDP1:
-        return f"{told}; this torch has no FSDP1 to compare with"
-    theirs, expected = _train(_fsdp1(), device, width, arguments)
+        return f"{result}; this torch has no FSDP1 to compare with"
+    torchs = importlib.import_module("torch.distributed.fsdp").FullyShardedDataParallel
+    theirs, expected = _train(torchs, device, width, arguments)
     for name, value in theirs.state_dict().items():
         _same(f"parameter {name}", values[name], value)
     if losses != expected:
         raise AssertionError(f"losses are {losses}, those of torch's FSDP1 {expected}")
-    return f"{told}, bitwise torch's FSDP1 in {STEPS} steps"
-
-
-def _fsdp1() -> Any:
-    return importlib.import_module("torch.distributed.fsdp").FullyShardedDataParallel
+    return f"{result}, bitwise torch's FSDP1 in {STEPS} steps"
 
 
 def _checkpoint(device: torch.device, width: int) -> str:
@@ -164,9 +148,7 @@ def _checkpoint(device: torch.device, width: int) -> str:
     with tempfile.TemporaryDirectory(prefix="fsdp_c-selftest-") as own:
         path = Path(common.tell(own, None)[0]) / "saved"
         checkpoint.save(model, None, path)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
+        model.load_state_dict({name: torch.zeros_like(value) for name, value in expected.items()})
         checkpoint.load(model, None, path)
         dist.barrier()
     for name, value in model.state_dict().items():
@@ -175,9 +157,6 @@ def _checkpoint(device: torch.device, width: int) -> str:
 
 
 def _same(what: str, actual: Tensor, expected: Tensor) -> None:
-    """Raise AssertionError with the first differing element. NaNs are equal."""
-    differs = (actual != expected) & ~(actual.isnan() & expected.isnan())
-    if count := int(differs.sum()):
-        first = int(differs.flatten().nonzero()[0])
-        one, other = actual.flatten()[first].item(), expected.flatten()[first].item()
-        raise AssertionError(f"{what}: element {first} is {one!r}, not {other!r}; {count} differ")
+    """Raise AssertionError, with the first differing element, unless the tensors are equal. NaNs are equal."""
+    exact: dict[str, Any] = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(actual, expected, **exact, msg=lambda text: f"{what}: {text}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,10 +11,9 @@ from torch import nn
 
 from fsdp_c import operator_kernels
 from fsdp_c.compat.upstream import BackwardPrefetch, ShardingStrategy
-from fsdp_c.sharding.flat_param import SharedParamInfo
 from fsdp_c.sharding.optional import OptionalPaths
 from fsdp_c.sharding.sharded_module import ShardedModule, parts_of, units_with_paths
-from fsdp_c.sharding.traversal import check_module, clean_name, clean_path, joined
+from fsdp_c.sharding.traversal import clean_name, clean_path, joined
 
 _FREED_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD)
 logger = logging.getLogger("fsdp_c")
@@ -105,7 +103,19 @@ class Summary:
         return most + sum(sizes[index] for index in kept)
 
     def __str__(self) -> str:
-        return "\n".join(_text(self))
+        groups: dict[tuple[str, ...], list[UnitSummary]] = {}  # units whose paths differ only in numbers
+        for unit in self.units:
+            groups.setdefault((re.sub(r"\b\d+\b", "*", unit.path), *_cells(unit).values()), []).append(unit)
+        rows = [{"unit": "unit"} | {column: column for column in _cells(self.units[0])}]
+        for (path, *_), units in groups.items():
+            label = path or "(root)" if len(units) == 1 else f"{path} (x{len(units)})"
+            rows.append({"unit": label} | _cells(units[0]))
+        names = [f"{row['unit']}: {held}" for row in rows if (held := row.pop("holds"))][1:]
+        widths = {column: max(len(row[column]) for row in rows) for column in rows[0]}
+        table = ["  ".join(cell.ljust(widths[name]) for name, cell in row.items()).rstrip() for row in rows]
+        head = f"{len(self.units)} units and segments, {self.numel:,} parameters"
+        owners = [f"optimizer: {owners}" for owners in self.owners]
+        return "\n".join([head, "", *table, "", *names, "", _memory(self), *owners])
 
 
 def summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Summary:
@@ -115,25 +125,29 @@ def summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     Not collective, callable at any time. Raises TypeError if ``module`` is not a module, ValueError if it has
     no units.
     """
-    check_module(module)
     found = units_with_paths(module)
     if not found:
         raise ValueError(f"{type(module).__name__} has no FullyShardedDataParallel in it: wrap it first.")
-    places = {fsdp_module: index for index, (_, fsdp_module) in enumerate(found)}
+    places: dict[ShardedModule | None, int] = {
+        fsdp_module: index for index, (_, fsdp_module) in enumerate(found)
+    }
     optional_paths = OptionalPaths(module)
     roots: list[ShardedModule] = []
     units = []
     for path, fsdp_module in found:
-        enclosing = fsdp_module._enclosing_unit
-        parent = None if enclosing is None else places.get(enclosing)
+        parent = places.get(fsdp_module._enclosing_unit)
         roots.append(fsdp_module if parent is None else roots[parent])
-        units.append(_of_unit(fsdp_module, clean_path(path), parent, roots[-1], path in optional_paths))
+        units.append(_of_unit(fsdp_module, roots[-1], clean_path(path), parent, path in optional_paths))
     shares = getattr(optimizer, "shares", tuple)  # method of WholeParameters
     return Summary(tuple(units), tuple(shares()))
 
 
 def _of_unit(
-    fsdp_module: ShardedModule, path: str, parent: int | None, root: ShardedModule, is_optional: bool
+    fsdp_module: ShardedModule,
+    root: ShardedModule,
+    path: str = "",
+    parent: int | None = None,
+    optional: bool = False,
 ) -> UnitSummary:
     handle, replicate_group = fsdp_module._handle, fsdp_module._replicate_group
     limits, is_on_cpu = root._exec_order_data, fsdp_module.compute_device.type == "cpu"
@@ -151,7 +165,7 @@ def _of_unit(
         replicas=1 if replicate_group is None else replicate_group.size(),
         parent=parent,
         is_segment=fsdp_module._whole is not fsdp_module,
-        is_optional=is_optional,
+        is_optional=optional,
         is_trainable=is_trainable,
         num_unsharded=(forward, backward),
     )
@@ -165,7 +179,11 @@ def _of_unit(
     return replace(
         unit,
         names=tuple(map(clean_name, handle.flat_param._fqns)),
-        tied=tuple(map(_tied, handle.flat_param._shared_param_infos)),
+        tied=tuple(
+            f"{clean_name(joined(info.module_name, info.param_name))} = "
+            f"{clean_name(joined(info.prim_module_name, info.prim_param_name))}"
+            for info in handle.flat_param._shared_param_infos
+        ),
         numel=sum(layout.param_numels),
         padded_numel=layout.padded_numel,
         shard_numel=layout.shard_numel,
@@ -178,11 +196,6 @@ def _of_unit(
         reduce_scatter_nbytes=layout.padded_numel * reduce_itemsize * is_sharded,
         all_reduce_nbytes=layout.shard_numel * reduce_itemsize * has_all_reduce,
     )
-
-
-def _tied(info: SharedParamInfo) -> str:
-    further = joined(info.module_name, info.param_name)
-    return f"{clean_name(further)} = {clean_name(joined(info.prim_module_name, info.prim_param_name))}"
 
 
 def log_units(root: ShardedModule) -> None:
@@ -200,33 +213,11 @@ def log_units(root: ShardedModule) -> None:
 def describe_unit(fsdp_module: ShardedModule, is_root: bool) -> str:
     """Return the lines of a unit in ``print(model)``, after torch's own."""
     parts = [part for part in parts_of(fsdp_module) if part._handle is not None]
-    units = [_of_unit(part, "", None, fsdp_module, is_optional=False) for part in parts]
+    units = [_of_unit(part, fsdp_module) for part in parts]
     lines = ["; ".join(f"{name} {cell}" for name, cell in _cells(unit).items()) for unit in units]
     if is_root and (whole := summary(fsdp_module)).numel:
         lines.append(_memory(whole))
     return "\n".join(lines)
-
-
-def _text(whole: Summary) -> Iterator[str]:
-    groups: dict[tuple[str, ...], list[UnitSummary]] = {}  # units whose paths differ only in numbers
-    for unit in whole.units:
-        groups.setdefault((re.sub(r"\b\d+\b", "*", unit.path), *_cells(unit).values()), []).append(unit)
-    lines = [{"unit": "unit"} | {column: column for column in _cells(whole.units[0])}]
-    for (path, *_), units in groups.items():
-        label = path or "(root)" if len(units) == 1 else f"{path} (x{len(units)})"
-        lines.append({"unit": label} | _cells(units[0]))
-    names = [line.pop("holds") for line in lines]
-    widths = {column: max(len(line[column]) for line in lines) for column in lines[0]}
-    yield f"{len(whole.units)} units and segments, {whole.numel:,} parameters"
-    yield ""
-    for line in lines:
-        yield "  ".join(cell.ljust(widths[column]) for column, cell in line.items()).rstrip()
-    yield ""
-    for line, held in zip(lines[1:], names[1:], strict=True):
-        yield f"{line['unit']}: {held}"
-    yield ""
-    yield _memory(whole)
-    yield from (f"optimizer: {owners}" for owners in whole.owners)
 
 
 def _memory(whole: Summary) -> str:
@@ -245,12 +236,12 @@ def _cells(unit: UnitSummary) -> dict[str, str]:
     }
     is_frozen = bool(unit.numel) and not unit.is_trainable
     kinds = {"frozen": is_frozen, "segment": unit.is_segment, "optional": unit.is_optional}
+    marks = [kind for kind, is_so in kinds.items() if is_so]
     replicas = f" x {unit.replicas}" if unit.replicas > 1 else ""
-    dtypes = [
-        str(dtype).removeprefix("torch.") for dtype in (unit.dtype, unit.param_dtype, unit.reduce_dtype)
-    ]
+    dtypes = [str(it).removeprefix("torch.") for it in (unit.dtype, unit.param_dtype, unit.reduce_dtype)]
+    sent = ", ".join(f"{name} {_size(size)}" for name, size in collectives.items() if size)
     return {
-        "module": ", ".join([unit.module, *(kind for kind, is_so in kinds.items() if is_so)]),
+        "module": ", ".join([unit.module, *marks]),
         "strategy": f"{unit.sharding_strategy.name} over {unit.shards}{replicas}",
         "parameters": f"{unit.numel:,}",
         "padding": f"{unit.padded_numel - unit.numel:,}",
@@ -258,14 +249,11 @@ def _cells(unit: UnitSummary) -> dict[str, str]:
         "dtype": ">".join(dtypes if len(set(dtypes)) > 1 else dtypes[:1]),
         "sharded": _size(unit.sharded_nbytes),
         "unsharded": _size(unit.unsharded_nbytes),
-        "collectives": ", ".join(f"{name} {_size(size)}" for name, size in collectives.items() if size)
-        or "none",
+        "collectives": sent or "none",
         "holds": ", ".join((*unit.names, *unit.tied)) or "no parameters",
     }
 
 
 def _size(nbytes: int) -> str:
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    exponent = min((nbytes.bit_length() - 1) // 10, 4)
-    return f"{nbytes / 1024**exponent:.1f} {'KMGT'[exponent - 1]}iB"
+    exponent = min(max(nbytes.bit_length() - 1, 0) // 10, 4)
+    return f"{nbytes / 1024**exponent:.1f} {'KMGT'[exponent - 1]}iB" if exponent else f"{nbytes} B"
