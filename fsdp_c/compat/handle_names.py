@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -50,25 +51,11 @@ class HandleNames(_C.Handle):
     def _sharding_strategy(self) -> HandleShardingStrategy:
         return HandleShardingStrategy(self._config.strategy.value)
 
-    @property
-    def _use_orig_params(self) -> bool:
-        return self._config.use_orig_params
-
-    @property
-    def _offload_params(self) -> bool:
-        return self._config.offload_params
-
-    @property
-    def _keep_low_precision_grads(self) -> bool:
-        return self._config.keep_low_precision_grads
-
-    @property
-    def _skip_writeback_check(self) -> bool:
-        return self._config.skip_writeback_check
-
-    @property
-    def _use_full_prec_in_eval(self) -> bool:
-        return self._config.full_precision_in_eval
+    _use_orig_params = property(attrgetter("_config.use_orig_params"))
+    _offload_params = property(attrgetter("_config.offload_params"))
+    _keep_low_precision_grads = property(attrgetter("_config.keep_low_precision_grads"))
+    _skip_writeback_check = property(attrgetter("_config.skip_writeback_check"))
+    _use_full_prec_in_eval = property(attrgetter("_config.full_precision_in_eval"))
 
     @property
     def _debug_level(self) -> dist.DebugLevel:
