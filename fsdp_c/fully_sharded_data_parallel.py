@@ -226,7 +226,7 @@ class FullyShardedDataParallel(UnitNames):
             limit_all_gathers=bool(limit_all_gathers),
             extension=construction.tensor_parallel_extension(device_mesh, device),
         )
-        construction.note_groups(config)
+        construction.record_groups(config)
         self._init_state(config, mixed_precision, cpu_offload, buffer_dtypes)
         self._exec_order_data = ExecutionOrder()  # replaced by the root's at lazy initialization
         self._device_handle = torch.get_device_module(device)

@@ -65,7 +65,7 @@ def main(device: str | None, width: int) -> int:
         except Exception as raised:
             text, error = "", f"{type(raised).__name__}: {raised}"
             traceback.print_exc()
-        errors = common.tell(error, None)  # a part fails if any rank fails
+        errors = common.all_gather_objects(error, None)  # a part fails if any rank fails
         found = [f"{name}: FAILED on rank {rank}: {error}" for rank, error in enumerate(errors) if error]
         lines += found or [f"{name}: {text}"]
         failed += [name] if found else []
@@ -146,7 +146,7 @@ def _checkpoint(device: torch.device, width: int) -> str:
     model, _ = _train(FullyShardedDataParallel, device, width, {})
     expected = model.state_dict()
     with tempfile.TemporaryDirectory(prefix="fsdp_c-selftest-") as own:
-        path = Path(common.tell(own, None)[0]) / "saved"
+        path = Path(common.all_gather_objects(own, None)[0]) / "saved"
         checkpoint.save(model, None, path)
         model.load_state_dict({name: torch.zeros_like(value) for name, value in expected.items()})
         checkpoint.load(model, None, path)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group
 
 from fsdp_c.checkpoint.folder import CheckpointError
-from fsdp_c.sharding.common import tell
+from fsdp_c.sharding.common import all_gather_objects
 from fsdp_c.tools import collective_errors
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class RankGroup:
             error = caught
         with collective_errors.explained(action):
             own = (type(error).__name__, _text(error)) if error else None, shared
-            reports = [own] if self.group is None else tell(own, self.group)
+            reports = [own] if self.group is None else all_gather_objects(own, self.group)
         kinds = {failed[0] if failed else None for failed, _ in reports}
         if error is not None and is_callers and len(kinds) == 1:
             raise error

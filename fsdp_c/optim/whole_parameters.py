@@ -570,7 +570,7 @@ class _Beside:
 def _groups_of(wholes: Iterable[_Whole]) -> list[dist.ProcessGroup]:
     """Return the groups that connect all ranks of these parameters."""
     all_ranks = dict.fromkeys(whole.ranks for whole in wholes if whole.ranks is not None)
-    return [group for ranks in all_ranks for group in common.of_several(ranks.shards, ranks.replicas)]
+    return [group for ranks in all_ranks for group in common.multi_rank_groups(ranks.shards, ranks.replicas)]
 
 
 def _raise_everywhere(wholes: Sequence[_Whole], error: Exception | None, remedy: str) -> None:
@@ -602,7 +602,7 @@ def _agree_on_gradients(
             else:
                 kinds.append(0 if grad is None else 1 + _GRAD_DTYPES.index(grad.dtype))
         flags = torch.tensor([int(state_is_loaded), *kinds], dtype=torch.uint8, device=ranks.device)
-        for group in common.of_several(ranks.shards, ranks.replicas):
+        for group in common.multi_rank_groups(ranks.shards, ranks.replicas):
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
         is_loaded, *agreed = flags.tolist()
         state_is_loaded = state_is_loaded or bool(is_loaded)
@@ -756,7 +756,7 @@ def _told(wholes: Sequence[_Whole], mine: dict[str, _Described]) -> dict[str, _D
     """Return the merged descriptions of all ranks that have these parameters. Collective."""
     found = {name: dict(kinds) for name, kinds in mine.items()}
     for group in _groups_of(wholes):
-        for one in common.tell(found, group):
+        for one in common.all_gather_objects(found, group):
             for name, kinds in one.items():
                 found.setdefault(name, {}).update(kinds)
     return found

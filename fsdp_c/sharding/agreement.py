@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._guards import detect_fake_mode
 
 from fsdp_c.compat.errors import ranks_text
-from fsdp_c.sharding.common import global_rank, of_several, tell
+from fsdp_c.sharding.common import all_gather_objects, global_rank, multi_rank_groups
 from fsdp_c.sharding.optional import OptionalPaths
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.traversal import clean_path
@@ -60,7 +60,7 @@ def values_if_different(
     result is in rank order. With several, each group forwards the result of the previous one, so that all
     ranks return the same decision.
     """
-    groups, digest, is_same = of_several(*groups), digest_of(compared), True
+    groups, digest, is_same = multi_rank_groups(*groups), digest_of(compared), True
     for group in groups:
         everyone = _gather(digest, group, device)
         if everyone[group.rank()] == digest:  # False for a fake group, which transfers nothing
@@ -68,7 +68,7 @@ def values_if_different(
             digest = digest_of(b"".join(everyone))
     known = [] if is_same else [mine]
     for group in groups if known else ():
-        known = [one for part in tell(known, group) for one in part]
+        known = [one for part in all_gather_objects(known, group) for one in part]
     return known
 
 

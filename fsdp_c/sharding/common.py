@@ -78,7 +78,7 @@ def bound_runtime(fsdp_module: ShardedModule) -> Iterator[None]:
             runtime.release()
 
 
-def lies_elsewhere_whole(fsdp_module: ShardedModule) -> bool:
+def is_unsharded_off_device(fsdp_module: ShardedModule) -> bool:
     """Return True if the units were moved off the compute device and none is sharded.
 
     No communication is needed then. Always False after lazy initialization.
@@ -104,17 +104,17 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def of_several(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+def multi_rank_groups(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
     """Return the groups with more than one rank."""
     return [group for group in groups if group is not None and group.size() > 1]
 
 
-def tell(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+def all_gather_objects(mine: T, group: dist.ProcessGroup | None) -> list[T]:
     """All-gather the object ``mine``; return one per rank, in rank order. Collective over ``group``."""
-    told = [mine] * dist.get_world_size(group)
-    if len(told) > 1:
-        dist.all_gather_object(told, mine, group=group)
-    return told
+    objects = [mine] * dist.get_world_size(group)
+    if len(objects) > 1:
+        dist.all_gather_object(objects, mine, group=group)
+    return objects
 
 
 def synchronize(device: torch.device) -> None:

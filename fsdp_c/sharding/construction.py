@@ -518,13 +518,13 @@ _groups_of_units: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _OWNERS_OF_GROUPS = ("_handle", "_inter_node_state", "_comm_hook_state")  # attributes with groups
 
 
-def note_groups(config: UnitConfig) -> None:
+def record_groups(config: UnitConfig) -> None:
     """Record the groups of a unit: their threads may hold its tensors at process exit."""
     groups = (config.shard_group, config.replicate_group)
     _groups_of_units.update(group for group in groups if group is not None)
 
 
-def _let_groups_go() -> None:
+def _free_process_groups() -> None:
     """Free destroyed process groups before the interpreter finalizes.
 
     Threads of a group freed during finalization would abort the process, see [Note: the end of a process] in
@@ -532,21 +532,16 @@ def _let_groups_go() -> None:
     their threads drop their tensors.
     """
     if not dist.is_initialized():
-        _forget_groups()
+        _C.release_process_groups()
+        for unit in claimed_units():
+            for owner in (unit, *(getattr(unit, name, None) for name in _OWNERS_OF_GROUPS)):
+                attributes = getattr(owner, "__dict__", {})
+                held = [
+                    name for name, it in attributes.items() if isinstance(it, dist.ProcessGroup | UnitConfig)
+                ]
+                attributes.update(dict.fromkeys(held))
     if _groups_of_units:
         time.sleep(_TURN_OF_THREADS_S)
 
 
-def _forget_groups() -> None:
-    _C.release_process_groups()
-    for fsdp_module in claimed_units():
-        for owner in (fsdp_module, *(getattr(fsdp_module, name, None) for name in _OWNERS_OF_GROUPS)):
-            attributes = getattr(owner, "__dict__", {})
-            attributes.update(
-                (name, None)
-                for name, it in attributes.items()
-                if isinstance(it, dist.ProcessGroup | UnitConfig)
-            )
-
-
-atexit.register(_let_groups_go)
+atexit.register(_free_process_groups)

@@ -287,10 +287,10 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
             shard = shard.cpu().pin_memory()
         flat_param = FlatParameter(shard, any(param.requires_grad for param in found.params))
         _describe(flat_param, found, layout, dense, extensions, config.use_orig_params)
-        self._guises = [subclasses.guise_of(param) for param in found.params]
+        self._subclass_states = [subclasses.subclass_state(param) for param in found.params]
         self._wrap_views = tensor_parallel.views_wrapper(
             extensions, config.extension
-        ) or subclasses.views_wrapper(self._guises)
+        ) or subclasses.views_wrapper(self._subclass_states)
         param_views = found.param_views()
         strides = zip(flat_param._strides, flat_param._contiguities, strict=True)
         _C.Handle.__init__(
@@ -349,8 +349,8 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
 
     def as_param(self, place: int, tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
         """Return ``tensor`` as a parameter with the class and attributes of the original one at ``place``."""
-        guise = self._guises[place]
-        return nn.Parameter(tensor, requires_grad=requires_grad) if guise is None else guise.wrap(tensor)
+        state = self._subclass_states[place]
+        return nn.Parameter(tensor, requires_grad=requires_grad) if state is None else state.wrap(tensor)
 
     def shard(self) -> None:
         """Register views of this rank's shard on the modules.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_c.compat.errors import first_names, ranks_text
-from fsdp_c.sharding.common import of_several, tell
+from fsdp_c.sharding.common import all_gather_objects, multi_rank_groups
 from fsdp_c.sharding.sharded_module import ShardedModule, units_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_path
 
@@ -42,13 +42,13 @@ class Holders(NamedTuple):
     @property
     def groups(self) -> frozenset[Ranks]:
         """This rank's groups, each as a tuple of ranks."""
-        groups = map(ranks_of, of_several(self.shard, self.replicate))
+        groups = map(ranks_of, multi_rank_groups(self.shard, self.replicate))
         return frozenset({*groups, self.mesh_ranks, (dist.get_rank(),)} - {()})
 
     def all_ranks(self) -> Ranks:
         """Return all ranks that hold parts of the unit. Collective over ``replicate``."""
         shard = ranks_of(self.shard)
-        together = [shard] if self.replicate is None else tell(shard, self.replicate)
+        together = [shard] if self.replicate is None else all_gather_objects(shard, self.replicate)
         return self.mesh_ranks or tuple(sorted({rank for ranks in together for rank in ranks}))
 
 

@@ -121,7 +121,7 @@ def _agree(
         _misfit(managed, own),
     )
     with collective_errors.explained("gathering optimizer states"):
-        told = common.tell(mine, group)
+        told = common.all_gather_objects(mine, group)
     if errors := [one.error for one in told if one.error is not None]:
         raise ValueError(errors[0])
     held = [one.held for one in told]

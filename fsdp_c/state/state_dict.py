@@ -297,7 +297,7 @@ def _values_of(fsdp_module: ShardedModule) -> list[Tensor]:
 def _pre_save_hook(fsdp_module: ShardedModule, prefix: str, keep_vars: bool) -> None:
     kind, rows = _kind(fsdp_module), {}
     with contextlib.ExitStack() as stack:
-        _enter(fsdp_module, stack, binds=not common.lies_elsewhere_whole(fsdp_module))
+        _enter(fsdp_module, stack, binds=not common.is_unsharded_off_device(fsdp_module))
         if fsdp_module._unit.is_root and fsdp_module._unit.runtime is not None:
             fsdp_module._unit.runtime.reset_grad_info()
         for part in _parts_with_params(fsdp_module):

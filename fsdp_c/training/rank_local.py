@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 from torch.nn import utils
 
 from fsdp_c.compat.errors import first_names
-from fsdp_c.sharding.common import of_several
+from fsdp_c.sharding.common import multi_rank_groups
 from fsdp_c.sharding.construction import is_flattened
 from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units
 from fsdp_c.sharding.tensor_parallel import sharding_groups
@@ -142,7 +142,7 @@ def _groups(units: Sequence[ShardedModule]) -> list[dist.ProcessGroup]:
         groups += [unit.process_group, unit._replicate_group]
         for param_extension in unit._handle.flat_param._param_extensions:
             groups += sharding_groups(param_extension)
-    return list(dict.fromkeys(of_several(*groups)))
+    return list(dict.fromkeys(multi_rank_groups(*groups)))
 
 
 # ----------------------------------------------------------------- torch.autograd.grad
