@@ -77,7 +77,7 @@ def _warn_of_wait(number: int, thread: int, ended: threading.Event) -> None:
         if time.monotonic() - _waiting_since.get(thread, time.monotonic()) > PATIENCE_S:
             logger.warning(
                 "rank %d %s and has waited for other ranks for %.0f s: all ranks of its process group must make "
-                "this call. A call under `if rank == 0:` waits for ever.",
+                "this call. A call under `if rank == 0:` hangs.",
                 *(dist.get_rank(), _C.PHASES[number], PATIENCE_S),
             )
             return

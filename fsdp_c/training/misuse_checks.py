@@ -87,9 +87,13 @@ def check_backward(root: ShardedModule) -> None:
     units = units_of(root)
     if root in _checked or all(unit.world_size == 1 and unit._replicate_group is None for unit in units):
         return
+
+    def is_averaged(module: nn.Module) -> bool:
+        return isinstance(module, DistributedDataParallel) or not is_composable(module)
+
     trained = {
         clean_name(name): param
-        for name, param in named_params(root, _is_averaged).items()
+        for name, param in named_params(root, is_averaged).items()
         if param.grad is not None and not is_flattened(param)
         if not (getattr(param, "_post_accumulate_grad_hooks", None) or param._backward_hooks)
     }
@@ -110,10 +114,6 @@ def check_backward(root: ShardedModule) -> None:
         )
     _roots.update(dict.fromkeys(root.modules(), weakref.ref(root)))
     _checked.add(root)
-
-
-def _is_averaged(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel) or not is_composable(module)
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -138,8 +138,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
         elif any(param is not None and id(param) in params and not is_flattened(param) for param in known):
             _unstepped.discard(root)
             warnings.warn(
-                f"{_place(root)}: {kind.__name__} was made before wrapping, and has no parameter of the model: what it "
-                "has gets no gradients, so that its steps change nothing. Make it anew after wrapping.",
+                f"{_place(root)}: {kind.__name__} was made before wrapping: its parameters get no gradients, so that "
+                "its steps change nothing. Create the optimizer after wrapping.",
                 stacklevel=3,
             )
 

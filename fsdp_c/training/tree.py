@@ -29,7 +29,13 @@ def _map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, tuple | list | set):
         return _rebuilt(value, [_map(fn, item) for item in value], type(value))
     if isinstance(value, Mapping):
-        return _mapped_mapping(fn, value)
+        changed = {key: new for key, old in value.items() if (new := _map(fn, old)) is not old}
+        if not changed:
+            return value
+        result: Any = copy.copy(value)  # keeps class and attributes
+        for key, new in changed.items():
+            result[key] = new
+        return result
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         changed = {name: new for name, old in fields.items() if (new := _map(fn, old)) is not old}
@@ -39,16 +45,6 @@ def _map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 def _rebuilt(value: Any, items: Iterable[object], build: Callable[[Any], Any]) -> Any:
     return value if all(new is old for new, old in zip(items, value, strict=True)) else build(items)
-
-
-def _mapped_mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    changed = {key: new for key, old in value.items() if (new := _map(fn, old)) is not old}
-    if not changed:
-        return value
-    result = copy.copy(value)  # keeps class and attributes
-    for key, new in changed.items():
-        result[key] = new
-    return result
 
 
 def convert_inputs(
