@@ -1,8 +1,9 @@
-"""Makes the tests importable by name, chooses tests and their device, and ends the rank processes with the
+"""Make the tests importable by name, choose tests and their settings, and end the rank processes with the
 session."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import shutil
@@ -20,8 +21,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:  # rank processes import the test modules by name
     sys.path.insert(0, ROOT)
 
-from tests import ranks  # noqa: E402  (needs the path above)
-from tests.simulated_gpu import not_on_cuda  # noqa: E402
+from tests.simulated_gpu import not_on_cuda  # noqa: E402  (needs the path above)
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +42,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the models of rank tests are"
     )
     group.addoption(
-        "--part", type=int, default=1, metavar="N", help="of each file one test in N, always the same ones"
+        "--exhaustive", action="store_const", const="1", help="every fault and every wait, not a part of them"
     )
-    group.addoption("--rest", type=int, metavar="N", help="what --part N leaves out")
+    group.addoption("--width", type=int, metavar="N", help="columns of the tests' models: 5; large ones: 640")
+    group.addoption(
+        "--part",
+        type=int,
+        metavar="N",
+        help="of each file one test in N, always the same ones, and none of those marked slow",
+    )
+    group.addoption("--rest", type=int, metavar="N", help="the tests that --part N leaves out")
+    group.addoption(
+        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="of the chosen tests the I-th part of N"
+    )
 
 
+def _shard(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not 1 <= int(index) <= int(count):
+        raise argparse.ArgumentTypeError(f"a shard is I/N with I from 1 to N, not {text}")
+    return int(index), int(count)
+
+
+@pytest.hookimpl(tryfirst=True)  # before conftest.py files of folders, which import test modules
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ[ranks.DEVICE_SETTING] = config.getoption("device")
+    config.addinivalue_line(
+        "markers", "slow: not in --part N: starts torchrun, or takes longer than 10 s, as others do the same"
+    )
+    assert "tests.settings" not in sys.modules  # which reads the environment once
+    for name in ("device", "exhaustive", "width"):
+        if (value := config.getoption(name)) is not None:
+            os.environ[f"FSDP_C_TEST_{name.upper()}"] = str(value)
     if not is_worker(config):  # what tests, their ranks and commands leave lies in one folder
         tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="fsdp_c-tests-")
         Path(tempfile.tempdir).chmod(0o755)  # some tests become another user
@@ -61,8 +85,13 @@ def is_worker(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    rest = config.getoption("rest")
-    kept = set(items) - _part(items, rest) if rest else _part(items, config.getoption("part"))
+    kept = set(items)
+    if part := config.getoption("part"):
+        kept = _part(items, part)
+    elif rest := config.getoption("rest"):
+        kept -= _part(items, rest)
+    index, count = config.getoption("shard")
+    kept = {item for item in kept if _checksum(item) % count == index - 1}
     dropped = [item for item in items if item not in kept]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
@@ -72,20 +101,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _part(items: list[pytest.Item], part: int) -> set[pytest.Item]:
-    """Of each file one test in ``part``, and at least one: those whose names have the least checksums."""
+    """Of each file one test in ``part``, and at least one, of those that are not marked slow: the tests whose
+    names have the least checksums."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
-        files.setdefault(item.path, []).append(item)
+        if item.get_closest_marker("slow") is None:
+            files.setdefault(item.path, []).append(item)
     kept: set[pytest.Item] = set()
     for of_file in files.values():
-        of_file.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        of_file.sort(key=_checksum)
         kept.update(of_file[: -(-len(of_file) // part)])
     return kept
 
 
+def _checksum(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.encode())
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """The folder of what tests have left stays where one has failed."""
+    """End the ranks, and remove the session's temporary folder unless a test has failed."""
+    from tests import ranks  # which reads the settings
+
     ranks.close_pools()
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("shard") != (1, 1):
+        session.exitstatus = pytest.ExitCode.OK  # the others have them
     if not is_worker(session.config) and not session.testsfailed:
         # after multiprocessing has removed its own, at the interpreter's end
         Finalize(None, shutil.rmtree, args=[tempfile.gettempdir(), True], exitpriority=-200)

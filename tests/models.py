@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# 640: units above 1 MiB, which on a GPU lie in the pool's piece
-WIDTH = int(os.environ.get("FSDP_C_TEST_WIDTH", "5"))
+from tests.settings import WIDTH
+
 HIDDEN = WIDTH + 2
 
 

@@ -28,17 +28,16 @@ from typing import Any
 
 import pytest
 
+from tests import settings
+from tests.settings import PATIENCE
 from tests.simulated_gpu import races
 
-# how many times as long all takes, for emulated processors
-PATIENCE = float(os.environ.get("FSDP_C_TEST_PATIENCE", "1"))
 DEFAULT_TIMEOUT_S = 120.0  # on a busy machine a first test that imports or compiles much takes 20
 START_TIMEOUT_S = 120.0 * PATIENCE
 GRACE_S = 3.0  # what the other ranks get to finish once one has failed
 STACK_WAIT_S = 2.0
 EXIT_WAIT_S = 20.0  # of a process that has closed its pipe
 LOG_TAIL_CHARS = 4000
-DEVICE_SETTING = "FSDP_C_TEST_DEVICE"  # pytest --device
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
@@ -52,7 +51,7 @@ PRELOAD = [
 
 def device_type() -> str:
     """On what models and tensors of the rank tests are: "cpu", or "cuda" with ``pytest --device cuda``."""
-    return os.environ.get(DEVICE_SETTING, "cpu")
+    return os.environ.get(settings.DEVICE, "cpu")
 
 
 def device() -> Any:
@@ -169,6 +168,7 @@ def _serve(index: int, world_size: int, port: int, log: str, path: list[str], co
     import torch.distributed as dist
     from _pytest.config import _prepareconfig
 
+    os.environ.pop("PYTEST_ADDOPTS", None)  # may hold options of tests/conftest.py
     _prepareconfig(["--noconftest", "-c", os.devnull])  # pytest's import hook: failing asserts show values
     warnings.filterwarnings("ignore", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)

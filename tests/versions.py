@@ -22,7 +22,7 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-REQUIREMENTS = ("requirements/base.txt", "requirements/dev.txt")
+REQUIREMENTS = ("requirements/dev.txt",)
 SUITE = (
     "tests/unit",
     "tests/test_architecture.py",

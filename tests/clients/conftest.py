@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import ranks
-
 LIBRARIES = [
     "accelerate",
     "transformers",
@@ -27,6 +25,8 @@ ON_RANKS = LIBRARIES[:4]  # the others are for examples, in processes of their o
 
 def pytest_configure(config: pytest.Config) -> None:
     """PEFT imports bitsandbytes, which initialises CUDA, and a process that has done so cannot be forked."""
+    from tests import ranks  # which reads the settings of tests/conftest.py
+
     preload = [name for name in ON_RANKS if name != "peft" or config.getoption("device") == "cpu"]
     ranks.PRELOAD.extend(name for name in preload if name not in ranks.PRELOAD)
 
@@ -34,5 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def own_processes(request: pytest.FixtureRequest) -> Iterator[None]:
     """Ends the ranks of the module's library."""
+    from tests import ranks
+
     yield
     ranks.close_pools(request.module.LIBRARY)

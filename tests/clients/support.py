@@ -31,7 +31,8 @@ def require(*names: str) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(
-            f"not installed: {', '.join(missing)} (make test-clients installs them)", allow_module_level=True
+            f"not installed: {', '.join(missing)} (pip install -r requirements/clients.txt)",
+            allow_module_level=True,
         )
 
 

@@ -24,7 +24,7 @@ def missing() -> str | None:
     built = Path(fsdp_c.__file__).parent / f"_cuda{(torch.version.cuda or '').partition('.')[0]}.so"
     kernels = os.environ.get("FSDP_C_CUDA_KERNELS") or built
     if not torch.cuda.is_available():
-        return "torch finds no GPU here; make test-simulated-gpu simulates one"
+        return "torch finds no GPU here; python -m tests.simulated_gpu simulates one"
     if not Path(kernels).exists():
         return "fsdp_c was built without its CUDA kernels (FSDP_C_CUDA=1 demands them)"
     return None

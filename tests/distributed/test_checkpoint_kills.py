@@ -72,6 +72,7 @@ def killed(path: Path, first: int, rng: random.Random, background: bool) -> list
     return [(line.split()[0], int(line.split()[1])) for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("background", [False, True])
 def test_ranks_killed_at_any_time_leave_the_old_checkpoint_or_the_new(

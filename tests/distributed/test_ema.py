@@ -12,6 +12,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.processes import ROOT, output_of_python
 
+pytestmark = pytest.mark.slow
+
 WIDTH, ROWS, HELD_OUT, STEPS = 32, 12, 1 << 20, 6
 
 

@@ -27,6 +27,8 @@ from fsdp_c import checkpoint
 from tests.parity.engine import same_bits
 from tests.ranks import device, pool
 
+pytestmark = pytest.mark.slow
+
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 WORLD_SIZES = (1, 2, 3)

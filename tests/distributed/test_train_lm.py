@@ -23,6 +23,8 @@ from fsdp_c import checkpoint  # noqa: E402
 from tests.checkpoints import differences  # noqa: E402
 from tests.ranks import device_type  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 TEXT = ROOT / "LICENSE"
 CONTEXT = 16
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", str(CONTEXT), "--data", str(TEXT)]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.processes import ROOT, output_of_python
+
+pytestmark = pytest.mark.slow
 
 
 def test_engine_in_another_process_has_the_weights_of_each_step() -> None:

@@ -14,6 +14,8 @@ import pytest
 
 from tests.hidden_fsdp1 import WAYS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 

@@ -2,7 +2,7 @@
 saved.
 
 Each failure is a MemoryError or torch's own error, and leaves nothing: see tests/faults/allocations.py.
-Only every 37th one is tried unless FSDP_C_EXHAUSTIVE=1 says so (make test-faults).
+Only every 37th one is tried, unless pytest has --exhaustive.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import pytest
 
 from tests.faults.allocations import RUNS
 from tests.processes import run_python
+from tests.settings import EXHAUSTIVE
 
 ROOT = Path(__file__).resolve().parents[2]
-EXHAUSTIVE = os.environ.get("FSDP_C_EXHAUSTIVE") == "1"
 STRIDE = 1 if EXHAUSTIVE else 37
 TIMEOUT_S = 1800 if EXHAUSTIVE else 400
 COMPILER = shutil.which(os.environ.get("CC", "cc"))

@@ -2,13 +2,12 @@
 
 After each the memory is as before, and a forward and backward give the bits that they gave before any
 exception; at the end some steps are compared with those of a model that met none. Both ranks raise at the
-same point. Only every 11th point is tried unless FSDP_C_EXHAUSTIVE=1 says so (make test-faults).
+same point. Only every 11th point is tried, unless pytest has --exhaustive.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -25,9 +24,10 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from tests.faults.points import Points, Trouble, every_call, watched_collectives
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device, on_ranks
+from tests.settings import EXHAUSTIVE
 from tests.storage import live_nbytes, live_nbytes_after_a_failure, settled_nbytes
 
-STRIDE = 1 if os.environ.get("FSDP_C_EXHAUSTIVE") == "1" else 11
+STRIDE = 1 if EXHAUSTIVE else 11
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "full_shard": {},

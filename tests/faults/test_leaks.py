@@ -4,7 +4,6 @@ process."""
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import pytest
 
 from tests.faults.cycles import CYCLES, KEEPING
 from tests.processes import run_python
+from tests.settings import EXHAUSTIVE
 
 ROOT = Path(__file__).resolve().parents[2]
-EXHAUSTIVE = os.environ.get("FSDP_C_EXHAUSTIVE") == "1"
 TIMEOUT_S = 3600 if EXHAUSTIVE else 400
 CHEAP = {"flat_layout", "refused_flat_layout", "functions", "refused_handle", "unit_alone", "hook", *KEEPING}
 CHUNK_NBYTES = 16  # malloc gives no less

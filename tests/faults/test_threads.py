@@ -4,15 +4,14 @@ tests/faults/threads.py."""
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.processes import output_of_python
+from tests.settings import EXHAUSTIVE
 
 ROOT = Path(__file__).resolve().parents[2]
-EXHAUSTIVE = os.environ.get("FSDP_C_EXHAUSTIVE") == "1"
 TIMEOUT_S = 1800 if EXHAUSTIVE else 400
 
 

@@ -1,7 +1,7 @@
 """Ranks that die or stop under torchrun: the others end by themselves and say where, and torchrun goes on
 from the last good checkpoint to the losses of a run that met nothing.
 
-Two of the ten faults are tried unless FSDP_C_EXHAUSTIVE=1 says so (make test-faults).
+One of the ten faults is tried; all are with pytest --exhaustive.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from tests.checkpoints import differences
 from tests.faults import faulty_lm
 from tests.faults.faulty_lm import LAYERS, ROOT, TIMEOUT, train_lm
 from tests.ranks import pool
+from tests.settings import EXHAUSTIVE
+
+pytestmark = pytest.mark.slow
 
 PHASES = ("forward", "backward", "reduce", "save", "load")
 TRIED = [("kill", "reduce")]
-if os.environ.get("FSDP_C_EXHAUSTIVE") == "1":
+if EXHAUSTIVE:
     TRIED = [(action, phase) for phase in PHASES for action in ("kill", "stop")]
 MARGIN_S = 60.0  # for a survivor to end, beyond the process group's timeout
 FLAGS = f"--layers {LAYERS} --width 16 --heads 2 --context 16 --accumulate 1 --sample-bytes 1 --steps 6 "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import PATIENCE
+from tests.settings import EXHAUSTIVE, PATIENCE
 
 NATIVE = Path(__file__).resolve().parent
 CSRC = NATIVE.parents[1] / "csrc"
@@ -25,7 +25,8 @@ STRICT = [
     "-Wmissing-prototypes",
     "-Werror",
 ]
-TIMEOUT_S = (1800 if os.environ.get("FSDP_C_EXHAUSTIVE") == "1" else 120) * PATIENCE
+TIMEOUT_S = (1800 if EXHAUSTIVE else 120) * PATIENCE
+FUZZ_COUNT = {"FSDP_C_FUZZ_COUNT": "1000000"} if EXHAUSTIVE else {}
 # Invariants are checked, allocations can be made to fail, and Python's headers are there, but no Python.
 DEFINES = ["-DFSDP_C_CHECK", "-DMEM_FAULTS", "-DPy_LIMITED_API=0x030A0000"]
 INCLUDES = [f"-I{CSRC}", f"-I{NATIVE}", f"-I{sysconfig.get_paths()['include']}"]
@@ -54,7 +55,7 @@ def sanitizers(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 def run(program: Path) -> subprocess.CompletedProcess[str]:
     """Run without what the environment may preload: a sanitizer's runtime has to come first."""
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | FUZZ_COUNT
     # the leak check needs ptrace, which containers refuse: the programs count their allocations instead
     environment["ASAN_OPTIONS"] = "detect_leaks=0:allocator_may_return_null=1"
     return subprocess.run([program], capture_output=True, text=True, env=environment, timeout=TIMEOUT_S)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.utils.checkpoint import CheckpointError
 
-from tests import ranks
+from tests import ranks, settings
 from tests.parity.engine import OPTIMIZERS, Point, implementation
 from tests.parity.programs import (
     STATES,
@@ -350,7 +350,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     given = parser.parse_args(arguments)
-    ranks.os.environ[ranks.DEVICE_SETTING] = given.device
+    ranks.os.environ[settings.DEVICE] = given.device
     pool = ranks.pool(given.ranks)
     first = random.SystemRandom().randrange(10**9) if given.seed is None else given.seed
     print(f"programs from seed {first}", flush=True)

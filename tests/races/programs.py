@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffload
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests import ranks
+from tests import ranks, settings
 from tests.races.scenarios import (
     BF16,
     HYBRID_SCENARIOS,
@@ -45,7 +45,7 @@ def one_of_four() -> Iterator[None]:
     """A group of the simulated NCCL whose other ranks are imagined; models and tensors are on the GPU."""
     _register_backend()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(ranks.DEVICE_SETTING, "cuda")
+        patched.setenv(settings.DEVICE, "cuda")
         torch.cuda.set_device(0)
         torch.set_default_device(ranks.device())
         dist.init_process_group(f"cuda:{BACKEND}", rank=0, world_size=WORLD_SIZE, store=FakeStore())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests import ranks, simulated_gpu
+from tests import ranks, settings, simulated_gpu
 from tests.cuda.nccl_on_one_gpu import nccl_group
 from tests.ranks import on_ranks
 from tests.simulated_gpu import races
@@ -29,7 +29,7 @@ def on_gpu() -> Iterator[Any]:
     import torch
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(ranks.DEVICE_SETTING, "cuda")
+        patched.setenv(settings.DEVICE, "cuda")
         torch.set_default_device(ranks.device())
         try:
             yield nccl_group()

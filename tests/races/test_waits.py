@@ -1,13 +1,10 @@
 """Each wait of the runtime is left out in turn: it is missed, or others say the same, or it stands there with
 a reason.
 
-A part of the waits, always the same ones, unless FSDP_C_EXHAUSTIVE=1 says all of them (make
-test-simulated-gpu).
+A part of the waits, always the same ones; all of them with pytest --exhaustive.
 """
 
 from __future__ import annotations
-
-import os
 
 import pytest
 
@@ -18,9 +15,10 @@ if not simulated_gpu.is_on():
 
 from tests.races.programs import PROGRAMS, Step, lags, run  # noqa: E402
 from tests.races.waits import CHOSEN, look  # noqa: E402
+from tests.settings import EXHAUSTIVE  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_of_four_ranks")
-STRIDE = 1 if os.environ.get("FSDP_C_EXHAUSTIVE") == "1" else 16
+STRIDE = 1 if EXHAUSTIVE else 16
 TIMEOUT_S = 600
 
 
@@ -51,7 +49,7 @@ NEEDED = {
 }
 
 
-# A last reduction whose input lies in the pool, which units have that are large enough: FSDP_C_TEST_WIDTH.
+# A last reduction whose input lies in the pool, which large units have: pytest --width 640.
 OF_THE_POOL = {("post-backward", "unshard"), ("unshard", "post-backward"), ("pre-unshard", "post-backward")}
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
 
 from tests.real_cuda.programs import run
+from tests.settings import EXHAUSTIVE
 
 SETTINGS = {
     "default": "",
@@ -26,8 +26,8 @@ def test_training_is_fsdp1s_to_the_bit(setting: str) -> None:
 
 
 def test_an_allocation_that_finds_no_memory_is_told_and_leaves_nothing_behind() -> None:
-    """One in five of a step's, or each: FSDP_C_EXHAUSTIVE=1. Without caching each asks the device."""
-    every = "1" if os.environ.get("FSDP_C_EXHAUSTIVE") == "1" else "5"
+    """One in five of a step's, or each with pytest --exhaustive. Without caching each asks the device."""
+    every = "1" if EXHAUSTIVE else "5"
     for status, said in run("no_memory", PYTORCH_NO_CUDA_MEMORY_CACHING="1", EVERY=every):
         assert status == 0 and said.count("raised") == 4, said[:3000]
         named = re.findall(r"(\d+) of a unit", said)  # the others are of the model's own work, and of torch's

@@ -14,6 +14,4 @@ HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents and not simulated_gpu.is_on():
-            item.add_marker(
-                pytest.mark.skip(reason="this process has no simulated GPU: make test-simulated-gpu")
-            )
+            item.add_marker(pytest.mark.skip(reason="needs the simulated GPU: python -m tests.simulated_gpu"))

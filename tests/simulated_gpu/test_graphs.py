@@ -9,7 +9,7 @@ import pytest
 import torch
 
 simulated_gpu = pytest.importorskip(
-    "simulated_gpu", reason="this process has no simulated GPU: make test-simulated-gpu"
+    "simulated_gpu", reason="needs the simulated GPU: python -m tests.simulated_gpu"
 )
 
 

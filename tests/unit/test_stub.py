@@ -1,4 +1,4 @@
-"""Constructors in fsdp_c/_C.pyi have the keywords that C parses; `make typecheck` compares the rest."""
+"""Constructors in fsdp_c/_C.pyi have the keywords that C parses; `make lint` compares the rest."""
 
 import ast
 import re
