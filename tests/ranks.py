@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -187,6 +188,8 @@ def _serve(index: int, world_size: int, port: int, log: str, path: list[str], co
     dist.init_process_group(
         backend, store=store, rank=index, world_size=world_size, timeout=timedelta(minutes=30)
     )
+    gc.collect()
+    gc.freeze()  # objects of imported modules: collections, and install(), which looks for units, pass over them
     connection.send(Outcome())
     while True:
         try:
