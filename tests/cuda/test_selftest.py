@@ -7,6 +7,7 @@ import pytest
 from tests.processes import output_of_python
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["", "torch"], ids=["kernels", "operators"])
 def test_it_passes_on_this_device(kernels: str) -> None:
     settings = {"FSDP_C_KERNELS": kernels, "OMP_NUM_THREADS": "1"}

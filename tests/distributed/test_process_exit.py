@@ -148,7 +148,7 @@ def test_groups_that_are_not_destroyed_serve_to_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_threads_of_groups_that_are_kept_do_not_abort_the_process(tmp_path: Path) -> None:
-    for attempt, by in enumerate(("keep", "hold", "hold")):  # by torch.distributed, or by the script alone
+    for attempt, by in enumerate(("keep", "hold")):  # by torch.distributed, or by the script alone
         assert_ended_well(run(tmp_path / str(attempt), by, "silent", "slow"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,11 +21,6 @@ def fail_on_rank_1(device):
         raise ValueError("no such luck")
     return kernels(device)
 selftest._kernels = fail_on_rank_1
-sys.exit(selftest.main("cpu", 8))
-"""
-DIFFERING = """
-import sys
-from fsdp_c import selftest
 import torch.distributed.fsdp as torchs
 class Wrong(torchs.FullyShardedDataParallel):
     def forward(self, x):
@@ -43,26 +37,18 @@ def test_it_passes_on_ranks_of_its_own_and_ends_with_a_report() -> None:
     assert "a checkpoint: saved, loaded, and the same\nall is well" in report
 
 
-def run_on_two_ranks(script: Path, text: str) -> subprocess.CompletedProcess[str]:
-    script.write_text(text)
+def test_failures_are_named_with_rank_and_parameter_and_the_rest_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return run_python(*torchrun, script, **VARIABLES)
-
-
-def test_what_fails_on_one_rank_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
-    done = run_on_two_ranks(tmp_path / "failing.py", FAILING)
+    done = run_python(*torchrun, script, **VARIABLES)
     assert done.returncode == 1
     assert "kernels: FAILED on rank 1: ValueError: no such luck" in done.stdout
-    assert "a checkpoint: saved, loaded, and the same\nFAILED: kernels\n" in done.stdout
-
-
-def test_a_parameter_that_differs_from_fsdp1_is_named(tmp_path: Path) -> None:
-    done = run_on_two_ranks(tmp_path / "differing.py", DIFFERING)
-    assert done.returncode == 1
     for rank in range(2):
-        told = rf"FULL_SHARD: FAILED on rank {rank}: AssertionError: parameter 0.weight: Tensor-likes are not equal"
-        assert re.search(told, done.stdout), done.stdout + done.stderr
-    assert "\nFAILED: FULL_SHARD, bfloat16, original parameters\n" in done.stdout
+        message = rf"FULL_SHARD: FAILED on rank {rank}: AssertionError: parameter 0.weight: Tensor-likes are not equal"
+        assert re.search(message, done.stdout), done.stdout + done.stderr
+    assert "a checkpoint: saved, loaded, and the same\n" in done.stdout
+    assert "\nFAILED: kernels, FULL_SHARD, bfloat16, original parameters\n" in done.stdout
 
 
 def test_a_difference_is_named_with_its_place() -> None:
