@@ -51,7 +51,7 @@ demo: build ## train the example language model on 2 ranks: RANKS=4 DEMO_FLAGS="
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_lm.py \
 	    --out "$(DEMO_OUT)" $(if $(findstring --resume,$(DEMO_FLAGS)),,--overwrite) $(DEMO_FLAGS)
 
-# `make test` takes all of QUICK but tests marked slow, and of each file of LONG and ON_GPU one test in PART, always the same ones.
+# `make test` takes all of QUICK, and of each file of LONG and ON_GPU one test in PART, always the same ones, none of them marked slow.
 # `make test-all` takes the others too. WORKERS tests run beside each other.
 QUICK := tests/test_architecture.py tests/unit tests/native tests/parity/test_differences.py --ignore tests/native/test_cuda.py
 LONG := tests/distributed tests/parity tests/faults tests/native/test_cuda.py --ignore tests/parity/test_differences.py
@@ -65,7 +65,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --shard $(SHARD)
 SIMULATED = $(BIN)/python -m tests.simulated_gpu -m pytest -n $(WORKERS) --shard $(SHARD)
 
 test: build ## the quick tests, and a part of the others that meets every file of the product
-	$(PYTEST) --part 1 $(QUICK)
+	$(PYTEST) $(QUICK)
 	$(PYTEST) --part $(PART) $(LONG)
 	$(SIMULATED) --part $(PART) $(ON_GPU)
 	$(SIMULATED) --part 1000 --device cuda $(ON_ANY_DEVICE)
@@ -76,10 +76,10 @@ SEED ?=
 RAISING := tests/unit/test_types.py tests/unit/test_threads.py tests/unit/test_callbacks.py tests/unit/test_arguments.py \
     tests/unit/test_errors.py
 test-all: test $(VENV)/.clients ## all tests, with the libraries that people use and the wheel; SHARD=1/4 is one of four parts
-	$(PYTEST) --rest 1 $(QUICK)
 	$(PYTEST) --rest $(PART) $(LONG)
 	$(SIMULATED) --rest $(PART) $(ON_GPU)
 	$(SIMULATED) --part 24 --device cuda $(ON_ANY_DEVICE)
+	$(SIMULATED) --device cuda tests/distributed/test_train_lm.py
 	FSDP_C_KERNELS=torch $(SIMULATED) --part 96 --device cuda tests/distributed tests/parity
 	FSDP_C_KERNELS=torch $(SIMULATED) tests/races/test_waits.py -k test_programs_are_in_order
 	$(SIMULATED) --width 640 tests/races/test_waits.py tests/races/test_memory.py -k "test_programs_are_in_order or test_memory"
