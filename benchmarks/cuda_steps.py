@@ -3,6 +3,7 @@ beside torch's FSDP1 and FSDP2, and each beside what the timeline says of it.
 
 python -m benchmarks.cuda_steps --json steps.json                        # needs a GPU
 python -m benchmarks.cuda_steps --beside steps.json --markdown steps.md  # needs none
+python -m benchmarks.cuda_steps --gpus 2 --json steps.json               # NCCL between the GPUs of this machine
 
 Each row runs in a process of its own. "alone" is the model in bf16, without FSDP and optimizer. "narrow" is a
 model that leaves the device idle: a forward and backward of it is what the host takes.
@@ -62,25 +63,36 @@ def copying_group() -> type:
     return CopyingGroup
 
 
-def measure(row: Row) -> dict[str, Any]:
-    """Times in ms and memory in MiB of one row."""
-    import torch
+def join_copies(row: Row) -> None:
+    """Make this process rank 0 of WORLD."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from benchmarks import common
-    from benchmarks.timeline_models import build
 
-    torch.manual_seed(0)
-    torch.cuda.set_device(0)
-    is_narrow = row.model == "narrow"
-    shape = NARROW if is_narrow else MODELS[row.model]
-    group = common.NoopGroup if is_narrow else copying_group()
+    group = common.NoopGroup if row.model == "narrow" else copying_group()
     dist.Backend.register_backend(
         "copies", lambda store, rank, size, timeout: group(size), devices=["cpu", "cuda"]
     )
     dist.init_process_group("copies", rank=0, world_size=WORLD, store=FakeStore())
-    model, _ = build(row, shape, shape.sequence, {"gpus_per_node": WORLD})
+
+
+def measure(row: Row) -> dict[str, Any]:
+    """Times in ms and memory in MiB of one row: of one rank that copies, or under torchrun of ranks with NCCL."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.timeline_models import build
+
+    torch.manual_seed(0)
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    is_narrow = row.model == "narrow"
+    shape = NARROW if is_narrow else MODELS[row.model]
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        join_copies(row)
+    model, _ = build(row, shape, shape.sequence, {"gpus_per_node": dist.get_world_size()})
     torch.autograd.profiler._is_profiler_enabled = False  # which the timeline wants
     for buffer in model.buffers():
         buffer.normal_()
@@ -132,9 +144,11 @@ def kernels(step: Callable[[], None]) -> list[tuple[str, int, float]]:
     return [(name[:120], launches[name], time / 1e3) for name, time in times.most_common(MOST_KERNELS)]
 
 
-def in_own_process(row: Row) -> dict[str, Any]:
-    """The row and what was measured, or only the row where it failed."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.cuda_steps", "--row", json.dumps(vars(row))]
+def in_own_process(row: Row, gpus: int) -> dict[str, Any]:
+    """The row and its numbers, those of rank 0; only the row where it failed."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m"] if gpus else []
+    module = [*torchrun, "benchmarks.cuda_steps", "--row", json.dumps(vars(row))]
+    command = [sys.executable, "-W", "ignore", "-m", *module]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         print(f"{row} failed", file=sys.stderr)
@@ -181,6 +195,7 @@ def main() -> None:
     parser.add_argument(
         "--model", nargs="+", default=["narrow", "0.4B", "1.3B", "6.7B"], choices=["narrow", *MODELS]
     )
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="N ranks with NCCL, each on its GPU")
     parser.add_argument("--offload", action="store_true", help="parameters and the optimizer to the CPU")
     parser.add_argument("--json", type=Path, help="where what was measured goes")
     parser.add_argument("--beside", type=Path, help="what was measured, to stand beside the timeline")
@@ -188,7 +203,9 @@ def main() -> None:
     parser.add_argument("--row", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
-        print(json.dumps(measure(Row(**json.loads(arguments.row)))), flush=True)
+        measured = json.dumps(measure(Row(**json.loads(arguments.row))))
+        if os.environ.get("RANK", "0") == "0":
+            print(measured, flush=True)
         os._exit(0)  # threads of autograd may still be there
     if arguments.beside:
         text = table(json.loads(arguments.beside.read_text()))
@@ -197,10 +214,11 @@ def main() -> None:
             arguments.markdown.write_text(text + "\n")
         return
     found = []
-    for one in map(in_own_process, rows(arguments.model, arguments.offload)):
+    for row in rows(arguments.model, arguments.offload):
+        one = in_own_process(row, arguments.gpus)
         found.append(one)
-        row, numbers = one["row"], {name: one.get(name) for name in ("step_ms", *MEMORY)}
-        print(row["model"], row["implementation"], numbers, flush=True)
+        numbers = {name: one.get(name) for name in ("step_ms", *MEMORY)}
+        print(row.model, row.implementation, numbers, flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1))
     if any("step_ms" not in one for one in found):

@@ -258,7 +258,7 @@ def fsdp1(row: Row, model: nn.Module, **ranks: Any) -> nn.Module:
             model,
             auto_wrap_policy=CustomPolicy(lambda module: module in blocks),
             sharding_strategy=ShardingStrategy[row.strategy],
-            device_id=torch.device("cuda", 0),
+            device_id=torch.device("cuda", torch.cuda.current_device()),
             use_orig_params=True,
             param_init_fn=lambda module: module.to_empty(device="cuda", recurse=False),
             mixed_precision=MixedPrecision(torch.bfloat16, reduced_in(row)),
