@@ -4,6 +4,44 @@
 
 #include "kernels/convert.h"
 
+/* ---- the versions ---- */
+
+#define FLOATS     4
+#define LOOPS_NAME default
+#include "kernels/loops_body.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define LOOPS_X86_64
+#include <immintrin.h>
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi,bmi2"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,bmi,bmi2")
+#endif
+#define FLOATS     8
+#define LOOPS_NAME avx2
+#include "kernels/loops_body.h"
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))),                  \
+                             apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+#define FLOATS     16
+#define LOOPS_NAME avx512
+#include "kernels/loops_body.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+/* ---- the version in use ---- */
+
 #ifdef __aarch64__
 bool rounds_once_to_float16 = true;
 #endif

@@ -1,5 +1,5 @@
-/* The inner loops of the CPU kernels: one thread, contiguous elements. Each instruction set has a version, in
- * loops_default.c, loops_avx2.c and loops_avx512.c.
+/* The inner loops of the CPU kernels: one thread, contiguous elements. loops_body.h is compiled once per
+ * instruction set.
  *
  * Invariant: every version gives the same bits. No product is fused with a sum. */
 #ifndef FSDP_KERNELS_LOOPS_H
@@ -39,13 +39,5 @@ const struct loops *loops_version(int index);
 /* Use the version called `name`, NULL for the widest. Return false when the processor supports no such
  * version. */
 bool loops_use(const char *name);
-
-/* The versions that are compiled for this architecture. */
-#if defined(__x86_64__) && defined(__GNUC__)
-#define LOOPS_X86_64
-extern const struct loops loops_avx512;
-extern const struct loops loops_avx2;
-#endif
-extern const struct loops loops_default;
 
 #endif

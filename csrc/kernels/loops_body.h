@@ -1,8 +1,191 @@
-/* One version of the loops. Each loops_*.c includes this file once, under its instruction set.
+/* One version of the loops. loops.c includes this file once per instruction set, and defines before:
  *
- * The including file defines `floats`, a vector of FLOATS fp32 elements, with load, round and store for each
- * dtype whose arithmetic is fp32. Elements after the last whole vector are processed one by one, with the
- * same result. */
+ *   LOOPS_NAME   the version's name, the end of its functions' names: V(name)
+ *   FLOATS       number of fp32 elements of a vector: 4 for any processor, 8 with AVX2, 16 with AVX-512
+ *
+ * Elements after the last whole vector are processed one by one, with the same result. */
+
+#define V(name)            V_(name, LOOPS_NAME)
+#define V_(name, version)  V__(name, version)
+#define V__(name, version) name##_##version
+#define STRING(name)       STRING_(name)
+#define STRING_(name)      #name
+
+typedef float V(vector) __attribute__((vector_size(4 * FLOATS)));
+typedef uint32_t V(vector_bits) __attribute__((vector_size(4 * FLOATS)));
+#define floats     V(vector)
+#define float_bits V(vector_bits)
+
+/* ---- load, round and store of a vector, as convert.h does for one element ---- */
+
+static inline floats V(floats_load_float)(const float *input) {
+    floats values;
+    memcpy(&values, input, sizeof values);
+    return values;
+}
+
+static inline void V(floats_store_float)(float *output, floats values) {
+    memcpy(output, &values, sizeof values);
+}
+
+#if FLOATS == 4
+typedef uint16_t half_bits __attribute__((vector_size(8)));
+
+static inline float_bits V(select_bits)(float_bits mask, float_bits yes, float_bits no) {
+    return (mask & yes) | (~mask & no);
+}
+
+static inline float_bits V(bits_load)(const void *halves) {
+    half_bits bits;
+    memcpy(&bits, halves, sizeof bits);
+    return __builtin_convertvector(bits, float_bits);
+}
+
+static inline void V(bits_store_halves)(void *halves, float_bits bits) {
+    half_bits narrow = __builtin_convertvector(bits, half_bits);
+    memcpy(halves, &narrow, sizeof narrow);
+}
+
+static inline float_bits V(bfloat16_bits)(floats values) {
+    float_bits bits = (float_bits)values;
+    float_bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return V(select_bits)((float_bits)(values != values), (float_bits){0} + 0x7fc0u, rounded);
+}
+
+static inline floats V(floats_from_float16_bits)(float_bits half) {
+    float_bits sign = (half & 0x8000u) << 16;
+    float_bits shifted = (half & 0x7fffu) << 13;
+    float_bits exponent = shifted & 0x0f800000u;
+    float_bits normal = shifted + (112u << 23);
+    float_bits denormal = (float_bits)((floats)(normal + (1u << 23)) - float_of_bits(113u << 23));
+    float_bits finite = V(select_bits)((float_bits)(exponent == 0), denormal, normal);
+    float_bits magnitude =
+        V(select_bits)((float_bits)(exponent == 0x0f800000u), normal + (112u << 23), finite);
+    return (floats)(sign | magnitude);
+}
+
+static inline float_bits V(float16_bits)(floats values) {
+    float_bits bits = (float_bits)values;
+    float_bits magnitude = bits & 0x7fffffffu;
+    float_bits is_nan = (float_bits)(values != values);
+    float_bits special = V(select_bits)(is_nan, (float_bits){0} + 0x7e00u, (float_bits){0} + 0x7c00u);
+    float_bits denormal = (float_bits)((floats)magnitude + float_of_bits(126u << 23)) - (126u << 23);
+    float_bits normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    float_bits finite = V(select_bits)((float_bits)(magnitude < (113u << 23)), denormal, normal);
+    return ((bits >> 16) & 0x8000u) |
+           V(select_bits)((float_bits)(magnitude >= (143u << 23)), special, finite);
+}
+
+static inline floats V(floats_of)(float value) {
+    return (floats){value, value, value, value};
+}
+
+static inline floats V(floats_load_bfloat16)(const bfloat16 *input) {
+    return (floats)(V(bits_load)(input) << 16);
+}
+
+static inline floats V(floats_load_float16)(const float16 *input) {
+    return V(floats_from_float16_bits)(V(bits_load)(input));
+}
+
+static inline floats V(floats_round_bfloat16)(floats values) {
+    return (floats)(V(bfloat16_bits)(values) << 16);
+}
+
+static inline floats V(floats_round_float16)(floats values) {
+    return V(floats_from_float16_bits)(V(float16_bits)(values));
+}
+
+static inline void V(floats_store_bfloat16)(bfloat16 *output, floats values) {
+    V(bits_store_halves)(output, V(bfloat16_bits)(values));
+}
+
+static inline void V(floats_store_float16)(float16 *output, floats values) {
+    V(bits_store_halves)(output, V(float16_bits)(values));
+}
+
+#else
+#if FLOATS == 8
+#define OF_WIDTH(name) _mm256_##name
+
+static inline __m128i V(halves_load)(const void *halves) {
+    return _mm_loadu_si128(halves);
+}
+
+static inline void V(halves_store)(void *halves, __m128i bits) {
+    _mm_storeu_si128(halves, bits);
+}
+
+static inline __m128i V(lower_halves)(float_bits bits) {
+    __m256i packed = _mm256_packus_epi32((__m256i)bits, (__m256i)bits);
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+/* Return the nearest bfloat16 in the upper half of each element. The lower half is undefined. */
+static inline __m256i V(round_to_bfloat16)(__m256 values) {
+    __m256i bits = _mm256_castps_si256(values);
+    __m256i last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), last);
+    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), is_nan);
+}
+
+#else
+#define OF_WIDTH(name) _mm512_##name
+
+static inline __m256i V(halves_load)(const void *halves) {
+    return _mm256_loadu_si256(halves);
+}
+
+static inline void V(halves_store)(void *halves, __m256i bits) {
+    _mm256_storeu_si256(halves, bits);
+}
+
+static inline __m256i V(lower_halves)(float_bits bits) {
+    return _mm512_cvtepi32_epi16((__m512i)bits);
+}
+
+/* Return the nearest bfloat16 in the upper half of each element. The lower half is undefined. */
+static inline __m512i V(round_to_bfloat16)(__m512 values) {
+    __m512i bits = _mm512_castps_si512(values);
+    __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i half = _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff));
+    __mmask16 is_number = _mm512_cmp_ps_mask(values, values, _CMP_ORD_Q);
+    return _mm512_mask_add_epi32(_mm512_set1_epi32(0x7fc00000), is_number, bits, half);
+}
+
+#endif
+
+static inline floats V(floats_of)(float value) {
+    return OF_WIDTH(set1_ps)(value);
+}
+
+static inline floats V(floats_load_bfloat16)(const bfloat16 *input) {
+    return (floats)OF_WIDTH(slli_epi32)(OF_WIDTH(cvtepu16_epi32)(V(halves_load)(input)), 16);
+}
+
+static inline floats V(floats_load_float16)(const float16 *input) {
+    return OF_WIDTH(cvtph_ps)(V(halves_load)(input));
+}
+
+static inline floats V(floats_round_bfloat16)(floats values) {
+    return (floats)((float_bits)V(round_to_bfloat16)(values) & 0xffff0000u);
+}
+
+static inline floats V(floats_round_float16)(floats values) {
+    return OF_WIDTH(cvtph_ps)(OF_WIDTH(cvtps_ph)(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+static inline void V(floats_store_bfloat16)(bfloat16 *output, floats values) {
+    V(halves_store)(output, V(lower_halves)((float_bits)V(round_to_bfloat16)(values) >> 16));
+}
+
+static inline void V(floats_store_float16)(float16 *output, floats values) {
+    V(halves_store)(output, OF_WIDTH(cvtps_ph)(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+#undef OF_WIDTH
+#endif
 
 /* Input and output may alias element by element, never at different indices. */
 #ifdef __clang__
@@ -26,25 +209,27 @@
 #define floats_float_from_float(values) (values)
 #define floats_float_from_bfloat16(values) (values)
 #define floats_float_from_float16(values) (values)
-#define floats_bfloat16_from_float(values) floats_round_bfloat16(values)
+#define floats_bfloat16_from_float floats_rounded_bfloat16
 #define floats_bfloat16_from_bfloat16(values) (values)
-#define floats_bfloat16_from_float16(values) floats_round_bfloat16(values)
-#define floats_float16_from_float(values) floats_round_float16(values)
-#define floats_float16_from_bfloat16(values) floats_round_float16(values)
+#define floats_bfloat16_from_float16 floats_rounded_bfloat16
+#define floats_float16_from_float floats_rounded_float16
+#define floats_float16_from_bfloat16 floats_rounded_float16
 #define floats_float16_from_float16(values) (values)
-#define floats_round_float(values) (values)
+#define floats_rounded_float(values) (values)
+#define floats_rounded_bfloat16(values) V(floats_round_bfloat16)(values)
+#define floats_rounded_float16(values) V(floats_round_float16)(values)
 /* clang-format on */
 
 /* ---- cast, divide, multiply, add ---- */
 
 /* Process whole vectors, then the rest. Prefetching the next cache lines, above all those of the output, is
  * faster than memcpy beyond the caches. A prefetch past the end has no effect. */
-enum { PREFETCH_NUMEL = 512 };
+#define PREFETCH_NUMEL                 512
 #define PREFETCH(address, for_writing) __builtin_prefetch(address, for_writing)
 
 /* Keep the compiler from vectorising the rest loops, which are shorter than a vector: most of the code
  * size. */
-static inline bool one_by_one(void) {
+static inline bool V(one_by_one)(void) {
     __asm__ volatile("");
     return true;
 }
@@ -52,18 +237,18 @@ static inline bool one_by_one(void) {
 #define OVER_VECTORS                                                                                         \
     int64_t i = 0;                                                                                           \
     ELEMENTWISE for (; i + FLOATS <= numel; i += FLOATS)
-#define OVER_REST for (; i < numel && one_by_one(); i++)
+#define OVER_REST for (; i < numel && V(one_by_one)(); i++)
 #define PREFETCH_BOTH                                                                                        \
     PREFETCH(source + i + PREFETCH_NUMEL, 0);                                                                \
     PREFETCH(target + i + PREFETCH_NUMEL, 1)
 
 #define DEFINE_CAST(to, from)                                                                                \
-    static void to##_cast_##from(void *output, const void *input, int64_t numel) {                           \
+    static void V(to##_cast_##from)(void *output, const void *input, int64_t numel) {                        \
         to *target = output;                                                                                 \
         const from *source = input;                                                                          \
         OVER_VECTORS {                                                                                       \
             PREFETCH_BOTH;                                                                                   \
-            floats_store_##to(target + i, floats_load_##from(source + i));                                   \
+            V(floats_store_##to)(target + i, V(floats_load_##from)(source + i));                             \
         }                                                                                                    \
         OVER_REST {                                                                                          \
             target[i] = to##_from_##from(source[i]);                                                         \
@@ -71,13 +256,13 @@ static inline bool one_by_one(void) {
     }
 
 #define DEFINE_ADD(to, from)                                                                                 \
-    static void to##_add_##from(void *accumulator, const void *input, int64_t numel) {                       \
+    static void V(to##_add_##from)(void *accumulator, const void *input, int64_t numel) {                    \
         to *target = accumulator;                                                                            \
         const from *source = input;                                                                          \
         OVER_VECTORS {                                                                                       \
             PREFETCH_BOTH;                                                                                   \
-            floats addends = floats_##to##_from_##from(floats_load_##from(source + i));                      \
-            floats_store_##to(target + i, floats_load_##to(target + i) + addends);                           \
+            floats addends = floats_##to##_from_##from(V(floats_load_##from)(source + i));                   \
+            V(floats_store_##to)(target + i, V(floats_load_##to)(target + i) + addends);                     \
         }                                                                                                    \
         OVER_REST {                                                                                          \
             target[i] = to##_store(to##_load(target[i]) + to##_load(to##_from_##from(source[i])));           \
@@ -86,31 +271,32 @@ static inline bool one_by_one(void) {
 
 /* Two loops per operator: cast, apply and round; and apply and round, cast, add and round. */
 #define DEFINE_FACTORED(to, from, verb, added, operator)                                                     \
-    static void to##_cast_##verb##_##from(void *output, const void *input, int64_t numel, double number) {   \
+    static void V(to##_cast_##verb##_##from)(void *output, const void *input, int64_t numel,                 \
+                                             double number) {                                                \
         to *target = output;                                                                                 \
         const from *source = input;                                                                          \
         const float operand = (float)number;                                                                 \
-        const floats operands = floats_of(operand);                                                          \
+        const floats operands = V(floats_of)(operand);                                                       \
         OVER_VECTORS {                                                                                       \
             PREFETCH_BOTH;                                                                                   \
-            floats values = floats_##to##_from_##from(floats_load_##from(source + i));                       \
-            floats_store_##to(target + i, values operator operands);                                         \
+            floats values = floats_##to##_from_##from(V(floats_load_##from)(source + i));                    \
+            V(floats_store_##to)(target + i, values operator operands);                                      \
         }                                                                                                    \
         OVER_REST {                                                                                          \
             target[i] = to##_store(to##_load(to##_from_##from(source[i])) operator operand);                 \
         }                                                                                                    \
     }                                                                                                        \
-    static void to##_add_##added##_##from(void *accumulator, const void *input, int64_t numel,               \
-                                          double number) {                                                   \
+    static void V(to##_add_##added##_##from)(void *accumulator, const void *input, int64_t numel,            \
+                                             double number) {                                                \
         to *target = accumulator;                                                                            \
         const from *source = input;                                                                          \
         const float operand = (float)number;                                                                 \
-        const floats operands = floats_of(operand);                                                          \
+        const floats operands = V(floats_of)(operand);                                                       \
         OVER_VECTORS {                                                                                       \
             PREFETCH_BOTH;                                                                                   \
-            floats results = floats_round_##from(floats_load_##from(source + i) operator operands);          \
+            floats results = floats_rounded_##from(V(floats_load_##from)(source + i) operator operands);     \
             floats addends = floats_##to##_from_##from(results);                                             \
-            floats_store_##to(target + i, floats_load_##to(target + i) + addends);                           \
+            V(floats_store_##to)(target + i, V(floats_load_##to)(target + i) + addends);                     \
         }                                                                                                    \
         OVER_REST {                                                                                          \
             from result = from##_store(from##_load(source[i]) operator operand);                             \
@@ -127,27 +313,28 @@ EACH_NARROW(DEFINE_NARROW)
 
 /* Loops with fp64 are vectorised by the compiler. */
 #define DEFINE_WIDE_CAST(to, from)                                                                           \
-    static void to##_cast_##from(void *output, const void *input, int64_t numel) {                           \
+    static void V(to##_cast_##from)(void *output, const void *input, int64_t numel) {                        \
         ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                    \
             ((to *)output)[i] = to##_from_##from(((const from *)input)[i]);                                  \
         }                                                                                                    \
     }
 EACH_WIDE_CAST(DEFINE_WIDE_CAST)
 
-static void double_add_double(void *accumulator, const void *input, int64_t numel) {
+static void V(double_add_double)(void *accumulator, const void *input, int64_t numel) {
     ELEMENTWISE for (int64_t i = 0; i < numel; i++) {
         ((double *)accumulator)[i] += ((const double *)input)[i];
     }
 }
 
 #define DEFINE_DOUBLE(verb, added, operator)                                                                 \
-    static void double_cast_##verb##_double(void *output, const void *input, int64_t numel, double number) { \
+    static void V(double_cast_##verb##_double)(void *output, const void *input, int64_t numel,               \
+                                               double number) {                                              \
         ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                    \
             ((double *)output)[i] = ((const double *)input)[i] operator number;                              \
         }                                                                                                    \
     }                                                                                                        \
-    static void double_add_##added##_double(void *accumulator, const void *input, int64_t numel,             \
-                                            double number) {                                                 \
+    static void V(double_add_##added##_double)(void *accumulator, const void *input, int64_t numel,          \
+                                               double number) {                                              \
         ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                    \
             ((double *)accumulator)[i] += ((const double *)input)[i] operator number;                        \
         }                                                                                                    \
@@ -158,25 +345,25 @@ DEFINE_DOUBLE(multiply, multiplied, *)
 /* ---- the table ---- */
 
 #define OF_NARROW(to, name)                                                                                  \
-    [DTYPE_FLOAT32] = to##_##name##_float, [DTYPE_BFLOAT16] = to##_##name##_bfloat16,                        \
-    [DTYPE_FLOAT16] = to##_##name##_float16
+    [DTYPE_FLOAT32] = V(to##_##name##_float), [DTYPE_BFLOAT16] = V(to##_##name##_bfloat16),                  \
+    [DTYPE_FLOAT16] = V(to##_##name##_float16)
 #define OF_PAIRS(name)                                                                                       \
     {                                                                                                        \
         [DTYPE_FLOAT32] = {OF_NARROW(float, name)},                                                          \
-        [DTYPE_FLOAT64] = {[DTYPE_FLOAT64] = double_##name##_double},                                        \
+        [DTYPE_FLOAT64] = {[DTYPE_FLOAT64] = V(double_##name##_double)},                                     \
         [DTYPE_BFLOAT16] = {OF_NARROW(bfloat16, name)},                                                      \
         [DTYPE_FLOAT16] = {OF_NARROW(float16, name)},                                                        \
     }
 #define OF_CASTS                                                                                             \
     {                                                                                                        \
-        [DTYPE_FLOAT32] = {OF_NARROW(float, cast), [DTYPE_FLOAT64] = float_cast_double},                     \
+        [DTYPE_FLOAT32] = {OF_NARROW(float, cast), [DTYPE_FLOAT64] = V(float_cast_double)},                  \
         [DTYPE_FLOAT64] = {OF_NARROW(double, cast)},                                                         \
-        [DTYPE_BFLOAT16] = {OF_NARROW(bfloat16, cast), [DTYPE_FLOAT64] = bfloat16_cast_double},              \
-        [DTYPE_FLOAT16] = {OF_NARROW(float16, cast), [DTYPE_FLOAT64] = float16_cast_double},                 \
+        [DTYPE_BFLOAT16] = {OF_NARROW(bfloat16, cast), [DTYPE_FLOAT64] = V(bfloat16_cast_double)},           \
+        [DTYPE_FLOAT16] = {OF_NARROW(float16, cast), [DTYPE_FLOAT64] = V(float16_cast_double)},              \
     }
 
-const struct loops LOOPS_TABLE = {
-    .name = LOOPS_NAME,
+static const struct loops V(loops) = {
+    .name = STRING(LOOPS_NAME),
     .cast = OF_CASTS,
     .cast_divide = OF_PAIRS(cast_divide),
     .cast_multiply = OF_PAIRS(cast_multiply),
@@ -184,3 +371,6 @@ const struct loops LOOPS_TABLE = {
     .add_divided = OF_PAIRS(add_divided),
     .add_multiplied = OF_PAIRS(add_multiplied),
 };
+
+#undef FLOATS
+#undef LOOPS_NAME
