@@ -11,6 +11,12 @@ namespace simulated_gpu {
 DEVICE_API void drop_wait(int64_t nth);
 DEVICE_API int64_t waits_so_far();
 
+/* Calls for events since the start, of the driver's functions and of torch's device guard. */
+struct driver_calls {
+    int64_t events_created, records, stream_waits, host_waits;
+};
+DEVICE_API driver_calls calls_so_far();
+
 } // namespace simulated_gpu
 
 extern "C" DEVICE_API int cuCtxGetDevice(int *device);

@@ -352,7 +352,7 @@ class device_backend final : public Backend {
                                  : OTHER_COLLECTIVE,
                       us, {use_of(us, moved).memory, multiprocessors_of(own_wire())});
         unpaid bookkeeping;
-        event_record(&wire_is_free, on);
+        time_record(&wire_is_free, on);
     }
 
     /* Whether all its ranks are on one node, of which each has as many as it has GPUs. */

@@ -271,6 +271,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("bind_nccl", [](py::module_ into) { bind_nccl(into); });
     module.def("take_reports", &take_reports);
     module.def("launch_counts", &launch_counts);
+    module.def("driver_calls", [] {
+        using namespace py::literals;
+        driver_calls now = calls_so_far();
+        return py::dict("events_created"_a = now.events_created, "records"_a = now.records,
+                        "stream_waits"_a = now.stream_waits, "host_waits"_a = now.host_waits);
+    });
     module.def("log_order", &log_order);
     module.def("order_so_far", [] {
         std::vector<std::tuple<std::string, int, std::map<int, uint64_t>>> all;

@@ -5,6 +5,7 @@
 #include <deque>
 #include <stdexcept>
 
+#include "driver.h"
 #include "graph.h"
 #include "later.h"
 #include "timeline.h"
@@ -170,7 +171,16 @@ uint64_t tick(clock &of, int agent) {
     return ++of[(size_t)agent];
 }
 
+static driver_calls calls;
+
+driver_calls calls_so_far() {
+    holding lock(device_lock);
+    return calls;
+}
+
 event *event_new() {
+    holding lock(device_lock);
+    calls.events_created++;
     return new event{};
 }
 
@@ -180,6 +190,7 @@ void event_free(event *which) {
 
 void event_record(event *which, stream *on) {
     holding lock(device_lock);
+    calls.records++;
     merge(on->now, host_clock()); /* the host's own order reaches the stream with what it enqueues */
     *which = {true, false, on->now, std::chrono::steady_clock::now(), end_of(on), on->capture};
     time_record(which, on);
@@ -187,6 +198,7 @@ void event_record(event *which, stream *on) {
 
 void stream_wait(stream *which, const event *until) {
     holding lock(device_lock);
+    calls.stream_waits++;
     time_wait(which, until);
     if (!until->recorded) {
         return;
@@ -202,6 +214,7 @@ void stream_wait(stream *which, const event *until) {
 
 void host_wait(const event *until) {
     holding lock(device_lock);
+    calls.host_waits++;
     if (graph_of(until->capture)) {
         refuse_while_capturing();
     }

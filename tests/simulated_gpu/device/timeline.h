@@ -105,8 +105,8 @@ DEVICE_API void enter_fsdp();
 DEVICE_API void leave_fsdp();
 DEVICE_API bool in_fsdp();
 
-/* For streams.cpp and memory.cpp; nothing unless it is timed. */
-void time_record(event *which, stream *on);
+/* For streams.cpp, memory.cpp and nccl.cpp; nothing unless it is timed. */
+DEVICE_API void time_record(event *which, stream *on);
 void time_wait(stream *which, const event *until);
 event_time end_in_time(const stream *which);
 void time_host_wait(const event_time &until, const char *what);

@@ -39,6 +39,16 @@ def launches() -> dict[str, int]:
     return dict(library().launch_counts())
 
 
+def driver_calls() -> dict[str, int]:
+    """Calls of the driver since the start: events, launches, and blocks taken from the allocator."""
+    import torch
+
+    native = library()
+    launched = sum(count for _, count in native.launch_counts())
+    allocated = torch.cuda.memory_stats()["num_allocs"]
+    return native.driver_calls() | {"launches": launched, "allocations": allocated}
+
+
 def log_order(on: bool) -> None:
     """Keep what is ``ordered``, beginning with nothing: call it when the host knows the device to be
     through."""
