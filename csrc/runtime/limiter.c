@@ -23,15 +23,15 @@ int limiter_wait(struct limiter *limiter, struct streams *streams) {
     return limiter->count < LIMITER_DEPTH ? 0 : stream_synchronize(streams, take_oldest(limiter));
 }
 
-int limiter_record_free(struct limiter *limiter, struct streams *streams) {
+void limiter_add_free(struct limiter *limiter, struct streams *streams, stream_event last_use) {
     limiter->num_frees++;
     if (!streams_are_real(streams))
-        return 0;
+        return;
     /* two frees without an all-gather between them: waiting for the newer one implies the older */
     if (limiter->count == LIMITER_DEPTH)
         take_oldest(limiter);
     int slot = (limiter->first + limiter->count++) % LIMITER_DEPTH;
-    return stream_record(streams, STREAM_COMPUTE, &limiter->frees[slot]);
+    stream_event_share(streams, last_use, &limiter->frees[slot]);
 }
 
 void limiter_check(const struct limiter *limiter) {

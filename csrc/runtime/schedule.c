@@ -201,18 +201,27 @@ static int release_scattered_output(struct schedule *schedule) {
     return result;
 }
 
+/* Record the end of the last reduction on POST_BACKWARD, unless recorded: most reductions are not waited for. */
+static int record_reduced(struct schedule *schedule) {
+    return schedule->reduced ? 0
+                             : stream_record(&schedule->streams, STREAM_POST_BACKWARD, &schedule->reduced);
+}
+
 static int wait_for_reduction(struct schedule *schedule) {
     bool reducing = schedule->reducing;
     schedule->reducing = false;
-    if (release_packed(schedule) < 0)
+    if (release_packed(schedule) < 0 || (reducing && record_reduced(schedule) < 0))
         return -1;
     return reducing ? stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->reduced) : 0;
 }
 
 /* Make the streams that allocated the input wait for its readers. */
 static int release_input(struct schedule *schedule, bool is_hybrid) {
-    if (schedule->input_owner == STREAM_UNSHARD)
+    if (schedule->input_owner == STREAM_UNSHARD) {
+        if (!is_hybrid && record_reduced(schedule) < 0)
+            return -1;
         return all_gathers_wait(schedule, is_hybrid ? schedule->scattered : schedule->reduced);
+    }
     if (schedule->input_owner != STREAM_COMPUTE)
         return 0;
     return is_hybrid ? stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->scattered)
@@ -229,7 +238,6 @@ int schedule_finish_reduction(struct schedule *schedule, struct grads *grads) {
     struct streams *streams = &schedule->streams;
     enum stream_role role = finishes_on(schedule, grads);
     bool is_hybrid = role == STREAM_ALL_REDUCE;
-    stream_event *end = is_hybrid ? &schedule->all_reduced : &schedule->reduced;
     if (schedule->stepped_gradient && schedule_wait_reduced(schedule) < 0)
         return -1; /* before the events are overwritten by this reduction */
     if (is_hybrid && (release_scattered_output(schedule) < 0 ||
@@ -242,13 +250,14 @@ int schedule_finish_reduction(struct schedule *schedule, struct grads *grads) {
         result = grads_wait_reduce(grads) < 0 ? -1 : grads_save_reduced(grads);
     if (result < 0)
         grads_reduce_release(grads);
-    if (leave(schedule, role, end, result) < 0)
+    if (leave(schedule, role, is_hybrid ? &schedule->all_reduced : NULL, result) < 0)
         return -1;
     if (is_hybrid) {
         schedule->all_reducing = true;
         schedule->scattered_output = grads_take_reduce_output(grads);
     } else {
         schedule->reducing = streams_are_real(streams);
+        stream_event_destroy(streams, &schedule->reduced);
     }
     if (release_input(schedule, is_hybrid) < 0)
         return -1;

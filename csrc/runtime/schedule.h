@@ -6,8 +6,9 @@
  *   COMPUTE        |wait gathered| forward ... backward |received| next unit's backward |wait packed| free
  *   POST_BACKWARD  |wait received| pack |packed| reduce, post-divide |reduced|
  *
- * COMPUTE waits for `reduced` at the end of the backward. Sums of several contributions, and gradients that
- * are not sharded, are packed on COMPUTE, which then records `received` after the packing.
+ * COMPUTE waits for `reduced` at the end of the backward; only then is it recorded. Sums of several
+ * contributions, and gradients that are not sharded, are packed on COMPUTE, which then records `received`
+ * after the packing.
  *
  * The reduction's input is allocated on the stream that packs, with one exception: the last input of a
  * backward, often the largest, reuses memory that is idle by then, so that the side stream allocates none for
@@ -54,7 +55,8 @@ struct schedule {
     /* owned; end of the script's work before this step, including the optimizer's */
     stream_event step_begin;
     /* owned; last event of each kind */
-    stream_event input_made, received, packed, scattered, reduced, all_reduced, joined;
+    stream_event input_made, received, packed, scattered, all_reduced, joined;
+    stream_event reduced;           /* owned; end of the last reduction, NULL until it is waited for */
     stream_event input_allocated;   /* owned; allocation of a last reduction's input from the pool */
     struct deferred_free unsharded; /* deferred free of unsharded storage */
     bool backward_ended;            /* true if a backward has ended since the last step began */
@@ -65,7 +67,7 @@ struct schedule {
     enum stream_role input_owner; /* stream that allocated the reduction's input */
     /* owned, or NULL; source of that packing, alive until `packed`; memory of COMPUTE */
     PyObject *packed_gradients;
-    bool reducing;     /* true if COMPUTE has not waited for `reduced` */
+    bool reducing;     /* true if COMPUTE has not waited for the end of the last reduction */
     bool all_reducing; /* true if COMPUTE has not waited for `all_reduced` */
     /* owned, or NULL; input of the last all-reduce, unless it became the gradient */
     PyObject *scattered_output;

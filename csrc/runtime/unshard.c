@@ -174,7 +174,9 @@ int unit_reshard(struct unit *part, bool free_storage) {
     if ((table->reshard && table->reshard(part, free_storage) < 0) ||
         storage_reshard(storage, free_storage) < 0)
         return -1;
-    return frees ? limiter_record_free(&schedule->limiter, &schedule->streams) : 0;
+    if (frees)
+        limiter_add_free(&schedule->limiter, &schedule->streams, schedule->unsharded.last_use);
+    return 0;
 }
 
 /* ---- precision ---- */

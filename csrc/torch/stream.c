@@ -52,13 +52,16 @@ static void release_mark(struct streams *streams, struct stream_mark *mark) {
     }
 }
 
-/* Keep `event`, or NULL, as the wait of `role` for `other`, in place of the earlier one. */
-static void keep_wait(struct streams *streams, enum stream_role role, int other, stream_event event) {
-    stream_event earlier = streams->kept_waits[role][other];
-    streams->kept_waits[role][other] = event;
+void stream_event_share(struct streams *streams, stream_event event, stream_event *shared) {
     if (event)
         event->num_references++;
-    release_mark(streams, earlier);
+    release_mark(streams, *shared);
+    *shared = event;
+}
+
+void stream_event_destroy(struct streams *streams, stream_event *event) {
+    release_mark(streams, *event);
+    *event = NULL;
 }
 
 static int issue_kept_waits(struct streams *streams, enum stream_role role) {
@@ -66,7 +69,7 @@ static int issue_kept_waits(struct streams *streams, enum stream_role role) {
         stream_event event = streams->kept_waits[role][other];
         if (event && !is_implied(streams, role, event) && issue_wait(streams, role, event) < 0)
             return -1;
-        keep_wait(streams, role, other, NULL);
+        stream_event_destroy(streams, &streams->kept_waits[role][other]);
     }
     return 0;
 }
@@ -74,13 +77,13 @@ static int issue_kept_waits(struct streams *streams, enum stream_role role) {
 static void drop_kept_waits(struct streams *streams) {
     for (int role = 0; role < STREAM_ROLES; role++)
         for (int other = 0; other < STREAM_ROLES; other++)
-            keep_wait(streams, (enum stream_role)role, other, NULL);
+            stream_event_destroy(streams, &streams->kept_waits[role][other]);
 }
 
 static int record_on(struct streams *streams, enum stream_role role, stream_event *event) {
     if (issue_kept_waits(streams, role) < 0)
         return -1;
-    if (*event && (*event)->num_references > 1) /* a kept wait is for the earlier point */
+    if (*event && (*event)->num_references > 1) /* others refer to the earlier point */
         stream_event_destroy(streams, event);
     struct stream_mark *mark = *event;
     if (!mark && (mark = streams->spare_marks))
@@ -105,7 +108,7 @@ static int wait_on(struct streams *streams, enum stream_role role, stream_event 
     /* no stream_enter precedes the next work: the script enqueues on the compute stream at any time */
     if (role == STREAM_COMPUTE || (streams->entered && streams->entered_role == role))
         return issue_wait(streams, role, event);
-    keep_wait(streams, role, event->role, event);
+    stream_event_share(streams, event, &streams->kept_waits[role][event->role]);
     return 0;
 }
 
@@ -307,11 +310,6 @@ int stream_wait(struct streams *streams, enum stream_role role, stream_event eve
 
 int stream_synchronize(struct streams *streams, stream_event event) {
     return event ? streams->backend->synchronize(streams, event->event) : 0;
-}
-
-void stream_event_destroy(struct streams *streams, stream_event *event) {
-    release_mark(streams, *event);
-    *event = NULL;
 }
 
 /* ---- life ---- */

@@ -89,6 +89,9 @@ int stream_leave(struct streams *streams); /* Make the compute stream current; k
 int stream_record(struct streams *streams, enum stream_role role, stream_event *event);
 int stream_wait(struct streams *streams, enum stream_role role, stream_event event);
 int stream_synchronize(struct streams *streams, stream_event event); /* Make the host wait. */
+/* Make *shared the same point as `event`, in place of its former one. A later record of either does not move the
+ * other. */
+void stream_event_share(struct streams *streams, stream_event event, stream_event *shared);
 void stream_event_destroy(struct streams *streams, stream_event *event);
 
 #endif

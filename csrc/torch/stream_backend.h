@@ -10,7 +10,7 @@ struct stream_mark {
     void *event;                    /* owned; the backend's event, NULL until recorded */
     enum stream_role role;          /* role whose stream the point is on */
     int64_t clock[STREAM_ROLES];    /* the stream's clock at this point */
-    int num_references;             /* number of kept waits for the point, and 1 for its stream_event */
+    int num_references;             /* number of stream_events and kept waits of the point */
     struct stream_mark *next_spare; /* next mark of the list of spare ones */
 };
 

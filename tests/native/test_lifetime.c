@@ -148,7 +148,7 @@ ANSWERS(1, int, flat_param_is_trainable, const struct flat_param *param)
 ANSWERS(0, int, storage_wait_unshard, struct storage *storage)
 ANSWERS(0, int, schedule_begin_unshard, struct schedule *schedule)
 ANSWERS(0, int, schedule_wait_unshard, struct schedule *schedule, struct unshard_mark *mark)
-ANSWERS(0, int, limiter_record_free, struct limiter *limiter, struct streams *streams)
+DOES_NOTHING(limiter_add_free, struct limiter *limiter, struct streams *streams, stream_event last_use)
 
 /* ---- functions that are linked and never called ---- */
 
