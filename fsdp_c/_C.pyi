@@ -144,7 +144,7 @@ class Handle:
         wrap_views: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None,
         name: str,
     ) -> None:
-        """Raise RuntimeError if called twice on one object. No data or module is changed before ``show_sharded``."""
+        """Raise RuntimeError if called twice on one object. No data or module is changed before ``end_move``."""
     name: str  # writable: name of the unit in errors
     # writable: true if ``step_in_backward`` is called once the unit's gradients are reduced
     optimizer_in_backward: bool
@@ -155,7 +155,7 @@ class Handle:
     training_state: int
     shows_sharded: bool  # true if a layer called now computes with sharded parameters
     unsharded_nbytes: int  # bytes of live unsharded parameter storage
-    # 1-D, original dtype, storage of the sharded flat_param; None before show_sharded
+    # 1-D, original dtype, storage of the sharded flat_param; None before end_move
     local_shard: Tensor | None
     # 1-D, compute dtype; allocated only while unsharded
     padded_unsharded_flat_param: Tensor | None
@@ -174,12 +174,12 @@ class Handle:
         Raises AssertionError during a step or summon_full_params. Data and views are unchanged after an
         error.
         """
-    def leave_shard(self) -> None:
+    def begin_move(self) -> None:
         """Expose the shard between steps, and write back user edits of gradients.
 
         Called before ``.to()`` and similar methods replace the data of ``flat_param`` and its ``.grad``.
         """
-    def show_sharded(self) -> None:
+    def end_move(self) -> None:
         """Set up the storage from the current ``flat_param``, and expose the shard on the modules.
 
         Called at construction, and after ``flat_param.data`` was replaced (``.to()``) while no Runtime is
@@ -191,12 +191,12 @@ class Handle:
         Raises RuntimeError for a size other than the shard's, NotImplementedError for an untied shared
         parameter.
         """
-    def hide_views(self) -> None:
+    def unexpose_views(self) -> None:
         """Expose sharded views of original parameters left unsharded by a forward; write in-place edits to the shard.
 
         A no-op otherwise, and during a step.
         """
-    def note_assigned(self) -> None:
+    def mark_assigned(self) -> None:
         """Record that a Parameter was assigned in place of a view, for writeback in the next forward.
 
         Called without original parameters only.
@@ -226,8 +226,8 @@ class Handle:
         ``function(state, gradient)``.
 
         A dtype declares ``function`` to be torch's low-precision hook for it: gradients are then reduced in
-        that dtype, with the group and factors of ``state``, without a call. Raises RuntimeError for a second
-        hook, or inside a backward.
+        that dtype, with the group and factors of ``state``, without a call. Raises RuntimeError inside
+        a backward.
         """
     def fake_all_gather(self, group: ProcessGroup, /) -> None:
         """Redirect all-gathers to ``group``, of the same rank and size, which does not transfer data."""
@@ -243,7 +243,7 @@ class Handle:
         """Copy this rank's part back if ``writeback`` was requested; restore sharded views and storage."""
     def summon_free(self) -> None:
         """Free the full parameters inside summon; the caller registers copies of them instead."""
-    def summon_hide(self) -> None:
+    def summon_reshard(self) -> None:
         """Free full parameters inside summon, and expose sharded ones (on ranks but 0 under rank0_only)."""
     def summon_grads(self) -> None:
         """All-gather gradients inside summon, and set full ones on parameters. Collective. use_orig_params only."""
@@ -333,12 +333,12 @@ class Runtime:
 
         Raises RuntimeError if another thread is in a step or a state dict.
         """
-    def hold(self) -> bool:
-        """Prevent steps in other threads until ``let_go``. Return False within another ``hold`` of this thread.
+    def begin_state_dict(self) -> bool:
+        """Prevent steps in other threads until ``end_state_dict``. Return False if this thread has begun one already.
 
         Raises RuntimeError like ``recover``.
         """
-    def let_go(self) -> None: ...
+    def end_state_dict(self) -> None: ...
     def await_failed_backward(self) -> None:
         """Wait on a GPU until autograd's thread has released a failed backward.
 

@@ -718,7 +718,7 @@ def _flat_param_shown(module: ShardedModule) -> Iterator[None]:
     handle = handle_of(module)
     flat_param = handle.flat_param
     with torch.no_grad():
-        handle.leave_shard()
+        handle.begin_move()
     before = (flat_param.dtype, flat_param.device, flat_param.data_ptr())
     with _orig_params_hidden(module) if module._use_orig_params else contextlib.nullcontext():
         yield

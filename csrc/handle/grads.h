@@ -109,8 +109,6 @@ void grads_discard(struct grads *grads); /* drop all gradients of this backward,
 
 /* Register a communication hook. `native`: a low-precision hook of torch. */
 void grads_set_comm_hook(struct grads *grads, PyObject *function, PyObject *state, bool native);
-/* Raise RuntimeError if a hook is registered, or during a backward. */
-int grads_check_hookless(const struct grads *grads);
 /* Raise RuntimeError for a gradient that cannot be packed. Return -1. */
 int grads_refuse(const struct grads *grads, int64_t index);
 int grads_add_pending(struct grads *grads, PyObject *output); /* output += pending */

@@ -307,8 +307,9 @@ int handle_use_precision(struct handle *handle, enum precision precision) {
 
 /* The hook's dtype also holds for copies that a later lazy init makes. */
 int handle_set_comm_hook(struct handle *handle, PyObject *function, PyObject *state, PyObject *dtype) {
-    if (grads_check_hookless(&handle->grads) < 0)
-        return -1;
+    if (handle->grads.in_backward)
+        return flat_param_error(&handle->param, PyExc_RuntimeError,
+                                "a communication hook must be registered before a backward");
     bool native = dtype != Py_None;
     if (native && handle->initialized && handle_use_precision(handle, PRECISION_COMPUTE) < 0)
         return -1;

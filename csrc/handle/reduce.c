@@ -87,17 +87,10 @@ static int add_received(struct grads *grads, PyObject *target) {
  * factor is applied. torch's fp16 and bf16 hooks are recognised by identity and run as this library's own
  * reduction, in the hook's dtype, with the group and factors of its state: torch's implementations use an
  * operation that the CPU lacks. */
-int grads_check_hookless(const struct grads *grads) {
-    if (!grads->comm_hook.function && !grads->in_backward)
-        return 0;
-    return flat_param_error(grads->param, PyExc_RuntimeError,
-                            "a communication hook must be registered once only, and before a backward");
-}
-
 void grads_set_comm_hook(struct grads *grads, PyObject *function, PyObject *state, bool native) {
     grads->comm_hook.native = native;
-    grads->comm_hook.function = Py_NewRef(function);
-    grads->comm_hook.state = Py_NewRef(state);
+    ref_set(&grads->comm_hook.function, Py_NewRef(function));
+    ref_set(&grads->comm_hook.state, Py_NewRef(state));
     grads->predivide = grads->postdivide = 1.0;
 }
 

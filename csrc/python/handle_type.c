@@ -71,13 +71,13 @@ static struct handle *lazily_initialized_handle(PyObject *self) {
 
 METHOD(summon_exit, initialized_handle, handle_summon_exit)
 METHOD(summon_free, initialized_handle, handle_summon_free)
-METHOD(summon_hide, initialized_handle, handle_summon_reshard)
+METHOD(summon_reshard, initialized_handle, handle_summon_reshard)
 METHOD(summon_grads, initialized_handle, handle_summon_grads)
-METHOD(show_sharded, initialized_handle, handle_end_move)
-METHOD(leave_shard, initialized_handle, handle_begin_move)
+METHOD(end_move, initialized_handle, handle_end_move)
+METHOD(begin_move, initialized_handle, handle_begin_move)
 METHOD(collect_user_grads, initialized_handle, handle_collect_user_grads)
-METHOD(hide_views, initialized_handle, handle_unexpose_views)
-METHOD(note_assigned, initialized_handle, handle_mark_assigned)
+METHOD(unexpose_views, initialized_handle, handle_unexpose_views)
+METHOD(mark_assigned, initialized_handle, handle_mark_assigned)
 METHOD(writeback, lazily_initialized_handle, handle_writeback)
 METHOD(publish, lazily_initialized_handle, handle_publish)
 
@@ -201,17 +201,17 @@ static PyMethodDef methods[] = {
     {"summon_enter", summon_enter, METH_O, NULL},
     {"summon_exit", summon_exit, METH_NOARGS, NULL},
     {"summon_free", summon_free, METH_NOARGS, NULL},
-    {"summon_hide", summon_hide, METH_NOARGS, NULL},
+    {"summon_reshard", summon_reshard, METH_NOARGS, NULL},
     {"summon_grads", summon_grads, METH_NOARGS, NULL},
     {"summon_grads_exit", summon_grads_exit, METH_O, NULL},
     {"sharded_grads", sharded_grads, METH_NOARGS, NULL},
-    {"leave_shard", leave_shard, METH_NOARGS, NULL},
-    {"show_sharded", show_sharded, METH_NOARGS, NULL},
+    {"begin_move", begin_move, METH_NOARGS, NULL},
+    {"end_move", end_move, METH_NOARGS, NULL},
     {"collect_user_grads", collect_user_grads, METH_NOARGS, NULL},
     {"writeback", writeback, METH_NOARGS, NULL},
     {"publish", publish, METH_NOARGS, NULL},
-    {"hide_views", hide_views, METH_NOARGS, NULL},
-    {"note_assigned", note_assigned, METH_NOARGS, NULL},
+    {"unexpose_views", unexpose_views, METH_NOARGS, NULL},
+    {"mark_assigned", mark_assigned, METH_NOARGS, NULL},
     {"flat_param_to", (PyCFunction)(void (*)(void))flat_param_to, METH_VARARGS | METH_KEYWORDS,
      "flat_param_to($self, *args, **kwargs)\n--\n\n"},
     {"unshard", unshard, METH_NOARGS, "unshard($self)\n--\n\n"},

@@ -68,12 +68,12 @@ static PyObject *recover(PyObject *self, PyObject *unused) {
                                                            : runtime_reset_after_failed_backward(runtime));
 }
 
-static PyObject *hold(PyObject *self, PyObject *unused) {
+static PyObject *begin_state_dict(PyObject *self, PyObject *unused) {
     int is_held = runtime_begin_state_dict(runtime_from_object(self));
     return is_held < 0 ? NULL : PyBool_FromLong(is_held);
 }
 
-static PyObject *let_go(PyObject *self, PyObject *unused) {
+static PyObject *end_state_dict(PyObject *self, PyObject *unused) {
     runtime_end_state_dict(runtime_from_object(self));
     Py_RETURN_NONE;
 }
@@ -119,8 +119,8 @@ static PyMethodDef methods[] = {
     {"check_order", check_order, METH_O, NULL},
     {"final_callback", final_callback, METH_NOARGS, NULL},
     {"recover", recover, METH_NOARGS, NULL},
-    {"hold", hold, METH_NOARGS, NULL},
-    {"let_go", let_go, METH_NOARGS, NULL},
+    {"begin_state_dict", begin_state_dict, METH_NOARGS, NULL},
+    {"end_state_dict", end_state_dict, METH_NOARGS, NULL},
     {"reset_grad_info", reset_grad_info, METH_NOARGS, NULL},
     {"release", release, METH_NOARGS, NULL},
     {"await_failed_backward", await_failed_backward, METH_NOARGS, NULL},

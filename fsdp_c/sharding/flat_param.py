@@ -359,7 +359,7 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
         replaced.
         """
         with torch.no_grad():
-            self.show_sharded()
+            self.end_move()
 
     def init_flat_param_attributes(self) -> None:
         """Set the attributes that the flat parameter has after lazy initialization."""

@@ -35,4 +35,4 @@ def _note(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     handle = reference and reference()
     if param is not None and handle is not None:
         param._fsdp_registered_for = handle.op_id  # type: ignore[attr-defined]  # mark on the user's parameter
-        handle.note_assigned()
+        handle.mark_assigned()

@@ -254,14 +254,14 @@ def held(fsdp_module: ShardedModule) -> Iterator[None]:
     Units whose post-hook did not run because another hook raised are closed at exit.
     """
     runtime, already_open = fsdp_module._unit.runtime, set(_open)
-    held_here = runtime is not None and runtime.hold()
+    held_here = runtime is not None and runtime.begin_state_dict()
     try:
         yield
     finally:
         for module in [module for module in _open if module not in already_open]:
             _open.pop(module).stack.close()
         if runtime is not None and held_here:
-            runtime.let_go()
+            runtime.end_state_dict()
 
 
 def _refuse_part_of_shared(fsdp_module: ShardedModule) -> None:

@@ -46,4 +46,4 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
         for handle in shown:
             params = cast("FlatParameter", handle.flat_param)._params
             if any(id(param) in stepped for param in params or ()):
-                handle.hide_views()
+                handle.unexpose_views()

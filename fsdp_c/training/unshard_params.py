@@ -180,7 +180,7 @@ def _summon_unit(
             with collective_errors.gathering(handle):
                 handle.summon_grads()
         if rank0_only and fsdp_module.rank != 0:
-            handle.summon_hide()
+            handle.summon_reshard()
             if with_grads:
                 handle.summon_grads_exit(False)
         else:
