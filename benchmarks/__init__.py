@@ -1,1 +1,1 @@
-"""Benchmarks: one command each, always side by side with torch's FSDP1 and FSDP2 in one run."""
+"""Benchmarks. Each is one command that measures fsdp_c, torch's FSDP1 and FSDP2 in the same run."""

@@ -1,4 +1,4 @@
-"""Saves in the background on gloo ranks, beside a save in the foreground and FSDP2's dcp.async_save.
+"""Background saves on gloo ranks, compared with a foreground save and FSDP2's dcp.async_save.
 
 python -m benchmarks.background_save
 python -m benchmarks.background_save --mib 64 --saves 2 --markdown table.md
@@ -61,7 +61,9 @@ def build(way: str, mib: int, side: int) -> tuple[Any, torch.optim.Optimizer]:
 
 @functools.cache
 def own_group() -> Any:
-    """Without one, async_save's collectives meet those of the steps: gloo ends the process."""
+    """Create a process group for async_save. In the default group its collectives interleave with those of
+    the steps, and gloo aborts the process.
+    """
     return dist.new_group(backend="gloo")
 
 
@@ -72,7 +74,7 @@ def _watch(is_there: Callable[[], bool], start: float, walls: list[float]) -> No
 
 
 def start_of_save(way: str, model: Any, optimizer: Any, path: Path) -> Callable[[], bool]:
-    """Begins a save; what it returns says whether the checkpoint is there."""
+    """Begin a save and return a function that returns True once the checkpoint is complete."""
     if not way.startswith("FSDP2"):
         from fsdp_c import checkpoint
 
@@ -119,11 +121,11 @@ def rank_body(rank: int, told: Any, way: str, args: argparse.Namespace, folder: 
     memory = [torch.ones(saved, dtype=torch.uint8) for _ in range(2)]
     alone = [step() for _ in range(args.steps)]
     before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     stalls, computed, walls, meanwhile, copies, of_children = [], [], [], [], [], 0.0
     for number in range(args.saves + 1):
         path = Path(folder) / f"step-{number}"
-        dist.barrier()  # ranks copy at the same time, as they do in a save
+        dist.barrier()  # all ranks copy at the same time, as in a save
         copies.append(memcpy_ms(memory))
         dist.barrier()
         start, used = time.perf_counter(), time.thread_time()
@@ -148,7 +150,7 @@ def rank_body(rank: int, told: Any, way: str, args: argparse.Namespace, folder: 
         told.send((*row, shown(meanwhile), f"{peak:.0f}"))
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # a process of async_save would be waited for
+    os._exit(0)  # a normal exit waits for the process of async_save
 
 
 def measured(way: str, args: argparse.Namespace) -> tuple[str, ...]:
@@ -190,7 +192,7 @@ def main() -> None:
 
 
 def draw(found: dict[str, tuple[str, ...]], path: Path) -> None:
-    """Bars of the medians, of what was measured."""
+    """Draw the medians as bars."""
     import matplotlib
 
     matplotlib.use("Agg")

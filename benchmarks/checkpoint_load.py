@@ -1,4 +1,5 @@
-"""Loads of a checkpoint on gloo ranks, beside dcp.load and the memcpy with checksum that a load cannot do without.
+"""Loads of a checkpoint on gloo ranks, compared with dcp.load and with a memcpy plus checksum, the least work
+of any load.
 
 python -m benchmarks.checkpoint_load
 python -m benchmarks.checkpoint_load --mib 64 --loads 2 --ranks 1 --markdown table.md
@@ -63,7 +64,7 @@ def read_alone(folder: Path, nbytes: int) -> float:
 
 
 def load_of(way: str, model: Any, optimizer: Any, folder: Path) -> Callable[[], object]:
-    """Saves what is to be loaded; the load."""
+    """Save the checkpoint and return the function that loads it."""
     from fsdp_c import checkpoint
     from fsdp_c.checkpoint import storage
 
@@ -78,7 +79,7 @@ def load_of(way: str, model: Any, optimizer: Any, folder: Path) -> Callable[[], 
             set_state_dict(model, optimizer, model_state_dict=own, optim_state_dict=of_optimizer)
 
         return load
-    if not (folder / ".metadata").exists():  # as others have saved it
+    if not (folder / ".metadata").exists():  # not yet saved for an earlier way
         checkpoint.save(model, optimizer, folder)
     if way == "dcp.load of model_state":
         return lambda: dcp.load(

@@ -1,5 +1,5 @@
-"""What a save and a load of a large model cost the ranks besides data, for up to thousands of ranks, in one
-process.
+"""Time and memory that ranks spend on a save and a load of a large model besides moving data, for up to
+thousands of ranks, in one process.
 
 python -m benchmarks.checkpoint_plans
 python -m benchmarks.checkpoint_plans --ranks 128 512 2048 16384 --markdown table.md
@@ -86,8 +86,9 @@ def resident_mb() -> float:
 def ranges(
     shapes: dict[str, tuple[int, ...]], ranks: int, rank: int
 ) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
-    """Of a layer's parameters those of which a rank has elements, with where they start and how many they
-    are."""
+    """Yield the layer's parameters of which the rank has elements: name, shape, offset of the first element
+    and number of elements.
+    """
     layout = _C.FlatLayout([math.prod(shape) for shape in shapes.values()], 8, ranks, rank, True)
     for (name, shape), (inside, _, numel, start) in zip(shapes.items(), layout.shard_ranges(), strict=True):
         if inside and numel:
@@ -109,7 +110,7 @@ def state_of(model: str, ranks: int, rank: int) -> dict[str, Any]:
 
 
 def made_up(writer: Writer, plan: Any, rank: int) -> RankResult:
-    """What a rank would tell of its file."""
+    """Return the result that a rank would send about its file."""
     records = []
     for number, positions in writer.planned.shares[rank]:
         held = plan[number].held
@@ -177,7 +178,7 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
 
 
 def loading(model: str, ranks: int, folder: Path) -> tuple[float, float]:
-    """The time of one rank's plan of a load, and its memory."""
+    """Return the time and memory of one rank's plan of a load."""
     sizes = {f"{DATA}/{file_of(rank)}": 2**40 for rank in range(ranks)}
     layers, shapes = MODELS[model]
     fewer = max(1, ranks * 3 // 4)

@@ -1,5 +1,4 @@
-"""Pieces the benchmarks share: implementations, a process group whose collectives do nothing, a tiny
-model."""
+"""Code shared by the benchmarks: implementations, a process group whose collectives do nothing, a tiny model."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ IMPLEMENTATIONS = ("torch.fsdp1", "torch.fsdp2", "fsdp_c")
 
 
 class NoopGroup(dist.ProcessGroup):
-    """Rank 0 of a group whose collectives go through torch's c10d dispatch and do nothing.
+    """Rank 0 of a process group whose collectives pass torch's c10d dispatch and do nothing.
 
-    torch's fake backend has collectives without effect, but its gathers and scatters copy on the CPU, once
-    per rank. Here those are answered by its broadcast, which touches no data: the price of the dispatch
-    stays, the copies go. Outputs hold garbage.
+    The collectives of torch's fake backend have no effect either, but its all-gathers and reduce-scatters
+    copy on the CPU, once per rank. This group calls the fake backend's broadcast instead, which touches no
+    data: the dispatch is measured, the copies are not. Outputs are uninitialized.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -60,7 +59,7 @@ class NoopGroup(dist.ProcessGroup):
     ) -> Any:
         return self.broadcast(outputs)
 
-    # the names newer versions of torch give the same collectives
+    # names of the same collectives in newer versions of torch
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
@@ -77,7 +76,7 @@ def init_noop_group(world_size: int) -> None:
 
 
 class Block(nn.Module):
-    """``params`` parameters: half as many Linear layers, one after the other."""
+    """Linear layers, one after the other, with ``params`` parameters in all (two per layer)."""
 
     def __init__(self, params: int, width: int) -> None:
         super().__init__()
@@ -90,7 +89,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """A head and ``blocks`` Blocks; wrapped per block it has ``blocks + 1`` units."""
+    """A head and ``blocks`` Blocks: ``blocks + 1`` units if each Block is wrapped."""
 
     def __init__(self, blocks: int, params: int, width: int) -> None:
         super().__init__()
@@ -106,7 +105,7 @@ class Stack(nn.Module):
 
 @contextmanager
 def without_reduction(implementation: str, model: Any) -> Iterator[None]:
-    """Gradients stay unsharded in the body."""
+    """Keep gradients unsharded in the body."""
     if implementation == "torch.fsdp2":
         model.set_requires_gradient_sync(False)
         yield
@@ -117,7 +116,7 @@ def without_reduction(implementation: str, model: Any) -> Iterator[None]:
 
 
 def fsdp_class(implementation: str) -> type:
-    """The FullyShardedDataParallel class of torch.fsdp1 or fsdp_c."""
+    """Return the FullyShardedDataParallel class of torch.fsdp1 or fsdp_c."""
     if implementation == "fsdp_c":
         from fsdp_c import FullyShardedDataParallel
 
@@ -135,7 +134,7 @@ def wrap(
     mixed_precision: bool,
     device: str = "cpu",
 ) -> nn.Module:
-    """Shard a Stack per Block on ``device``. ``mixed_precision`` is bf16 parameters with fp32 reduction."""
+    """Shard a Stack on ``device``, one unit per Block. ``mixed_precision``: bf16 parameters, fp32 reduction."""
     precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed_precision else {}
     if implementation == "torch.fsdp2":
         mesh = dist.device_mesh.init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
@@ -156,10 +155,10 @@ def wrap(
 
 
 def give_fsdp1_its_cuda_gather() -> None:
-    """On the CPU torch's FSDP1 gathers into a list of world_size chunks, on CUDA into one tensor: measure the
-    latter.
+    """Let torch's FSDP1 all-gather into one tensor on the CPU as on CUDA, where its CPU path fills a list of
+    world_size chunks.
 
-    The replacement makes the same checks and the same call as FSDP1's CUDA branch.
+    The replacement makes the checks and the call of FSDP1's CUDA branch.
     """
     from torch.distributed.fsdp._flat_param import FlatParamHandle, _p_assert
 

@@ -1,15 +1,16 @@
-"""A step once more, with what its kernels, copies and collectives share.
+"""Replay of a simulated step with contention between its kernels, copies and collectives.
 
-On the timeline each piece of work takes as long as it does alone. Here the same work, launched by the same host
-in the same order and behind the same events, shares the device:
+In the timeline every span takes as long as it does alone. The replay launches the same spans from the same
+host, in the same order and behind the same events, and lets them share the device:
 
-- Kernels share the multiprocessors: one that is bound by memory occupies as large a part of them as it takes of the
+- Kernels share the multiprocessors. A memory-bound kernel occupies a fraction of them equal to its fraction
+of the
   bandwidth, although it computes nothing.
-- A collective keeps its multiprocessors from kernels that are bound by what they compute, for as long as it runs.
-- All that runs shares the memory's bandwidth.
+- A collective occupies its multiprocessors as long as it runs. Compute-bound kernels get the rest.
+- All running spans share the memory bandwidth.
 
-Where more of one of them is asked for than there is, all that need it slow down alike. So work whose neighbours
-leave it what it needs takes what it takes alone, and without neighbours the step is the timeline's.
+If spans need more of a resource than there is, all of them slow down by the same factor. A span whose
+neighbours leave enough for it takes its time of the timeline, and so does a step without overlapping spans.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from dataclasses import dataclass, replace
 
 from tests.simulated_gpu.timeline import COMMUNICATION, COMPUTE, HOST_WAITS, Span, Step
 
-LEAST_SHARE = 0.1  # of the multiprocessors, however many collectives run
+LEAST_SHARE = 0.1  # fraction of the multiprocessors left to kernels, however many collectives run
 
 
 @dataclass
 class Running:
-    """A piece of work, and how far it is."""
+    """A running span and its remaining work."""
 
     span: Span
     begin: float
-    since: float  # from when on it has had its rate
-    rate: float  # 1.0: as if it were alone
-    left: float  # us at that rate of 1.0, at ``since``
+    since: float  # time at which the rate was set
+    rate: float  # 1.0: as fast as alone
+    left: float  # us of work at rate 1.0, left at ``since``
     asked: float
     ready: float
     before: float
@@ -52,7 +53,7 @@ class Running:
 
 
 def rates_of(running: list[Span]) -> list[float]:
-    """How fast each of them goes beside the others; 1.0: as if it were alone."""
+    """Return each span's rate beside the others; 1.0 is the rate of a span alone."""
     kept = sum(span.multiprocessors for span in running if span.kind in COMMUNICATION)
     wanted = sum(span.multiprocessors or span.memory for span in running if span.kind == COMPUTE)
     of_kernel = 1.0 / max(1.0, wanted)
@@ -68,18 +69,18 @@ def rates_of(running: list[Span]) -> list[float]:
 
 
 class Replay:
-    """One step. The host launches, waits and works between as it did; what it does takes no longer."""
+    """One step. The host repeats its launches and waits; the work between them takes the same time."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
         self.now = step.begin
         self.host = iter(step.spans)
-        self.host_was_at = step.begin  # on the timeline
+        self.host_was_at = step.begin  # time on the timeline
         self.host_time = step.begin
-        self.next: Span | None = None  # what the host does next
+        self.next: Span | None = None  # next launch or wait of the host
         self.unfinished = {span.serial for span in step.spans if span.kind != HOST_WAITS}
-        self.ends: dict[int, float] = {}  # of what is over, by serial
-        # launched, with the host's time then, by stream
+        self.ends: dict[int, float] = {}  # end of each finished span, by serial
+        # launched spans and their launch times, by stream
         self.queues: dict[int, deque[tuple[Span, float]]] = defaultdict(deque)
         self.last_end: dict[int, float] = defaultdict(float)  # by stream
         self.running: list[Running] = []
@@ -103,7 +104,7 @@ class Replay:
     # ---- the host
 
     def _advance_host(self) -> None:
-        """To the moment of its next launch or wait."""
+        """Advance the host to its next launch or wait."""
         self.next = next(self.host, None)
         if self.next:
             self.host_time += max(0.0, self.next.asked - self.host_was_at)
@@ -159,11 +160,11 @@ class Replay:
 
 
 def contended(step: Step) -> Step:
-    """The step with its spans at the times that they have when they share the device."""
+    """Return the step with the times of its spans on a shared device."""
     return Replay(step).run()
 
 
 def alone(step: Step) -> Step:
-    """Without contention: the timeline's own times, by this simulation."""
+    """Return the step simulated without contention. Its times are those of the timeline."""
     spans = [replace(span, memory=0.0, multiprocessors=0.0) for span in step.spans]
     return contended(Step(step.begin, step.end, spans))

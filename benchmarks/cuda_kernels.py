@@ -1,9 +1,8 @@
-"""Each CUDA kernel's share of the bandwidth that a copy reaches on the same GPU, beside torch's own
-operations.
+"""Bandwidth of each CUDA kernel as a fraction of a copy's on the same GPU, compared with torch's operations.
 
 python -m benchmarks.cuda_kernels [--json out.json]
 
-Goal: 90 % of the copy from 64 MiB up. It needs a GPU.
+Goal: 90 % of the copy's bandwidth from 64 MiB on. The benchmark needs a GPU.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ import fsdp_c  # noqa: F401  (registers the operators)
 MEBIBYTE = 1 << 20
 SIZES = [4, 16, 64, 256]
 REPEATS = 10
-MOST_COPIES = 32  # a stream takes about a thousand launches before the host waits
-HEAD_START = 1_000_000  # cycles of the device for the host to enqueue one call
+MOST_COPIES = 32  # the host waits after about a thousand launches on a stream
+HEAD_START = 1_000_000  # device cycles in which the host enqueues one call
 MOST_CYCLES = 2_000_000_000
 ops = torch.ops.fsdp_c
 
 
 class Case(NamedTuple):
-    """One operation in two ways, and the bytes that it cannot avoid to move."""
+    """One operation by fsdp_c and by torch, and the number of bytes that any implementation must move."""
 
     name: str
     ours: Callable[[], Any]
-    torchs: Callable[[], Any] | None  # has none
+    torchs: Callable[[], Any] | None  # None if torch has no such operation
     nbytes: int
 
 
 def pieces(flat: Tensor, count: int = 12) -> list[Tensor]:
-    """A unit's worth of tensors of unequal sizes over all of ``flat``."""
+    """Split ``flat`` into the tensors of one unit, of unequal sizes."""
     ends = [flat.numel() * (i + 1) ** 2 // count**2 for i in range(count)]
     return [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def cases(numel: int, device: str) -> list[Case]:
-    """All kernels of a step on ``numel`` elements."""
+    """Return all kernels of a step, each on ``numel`` elements."""
     fp32, bf16 = torch.randn(numel, device=device), torch.randn(numel, device=device).bfloat16()
     out32, out16 = torch.empty_like(fp32), torch.empty_like(bf16)
     grads16, grads32 = pieces(bf16), pieces(fp32)
@@ -80,17 +79,17 @@ def cases(numel: int, device: str) -> list[Case]:
 
 
 def call(bodies: list[Callable[[], Any]]) -> None:
-    """Call each; what they return lives until the last was called, so that no two write the same memory."""
+    """Call each body and keep all results to the end, so that no two calls write to the same memory."""
     _ = [body() for body in bodies]
 
 
 def seconds(bodies: list[Callable[[], Any]]) -> float:
-    """The shortest time of one call of several in a row, each over memory that the others drove out of the
-    cache.
+    """Return the shortest time of one call. Each of several calls in a row uses memory that the others
+    evicted from the cache.
 
-    They are enqueued while the device sleeps, so that what the host takes for a call is not in it.
+    The calls are enqueued while the device sleeps, so that the host's time is not measured.
     """
-    call(bodies)  # loads kernels
+    call(bodies)  # loads the kernels
     best, cycles, done = float("inf"), HEAD_START * len(bodies), 0
     while done < REPEATS:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -99,7 +98,7 @@ def seconds(bodies: list[Callable[[], Any]]) -> float:
         start.record()
         call(bodies)
         end.record()
-        if start.query() and cycles < MOST_CYCLES:  # the device did not wait for the host's last call
+        if start.query() and cycles < MOST_CYCLES:  # the device began before the host's last call
             cycles *= 2
             continue
         end.synchronize()
@@ -109,7 +108,7 @@ def seconds(bodies: list[Callable[[], Any]]) -> float:
 
 
 def measure(mebibytes: int) -> list[dict[str, Any]]:
-    """Rows for one size; ``ours`` and ``torch`` are shares of the bandwidth of a copy."""
+    """Return the rows of one size. ``ours`` and ``torch`` are fractions of a copy's bandwidth."""
     numel = mebibytes * MEBIBYTE // 4
     copies = [cases(numel, "cuda") for _ in range(min(MOST_COPIES, max(2, 512 // mebibytes)))]
     rows: list[dict[str, Any]] = []
@@ -117,7 +116,7 @@ def measure(mebibytes: int) -> list[dict[str, Any]]:
         nbytes = same[0].nbytes
         ours = nbytes / seconds([case.ours for case in same])
         torchs = nbytes / seconds([case.torchs for case in same if case.torchs]) if same[0].torchs else None
-        copy = rows[0]["copy GB/s"] * 1e9 if rows else ours  # the first case
+        copy = rows[0]["copy GB/s"] * 1e9 if rows else ours  # the first case is the copy
         rows.append(
             {
                 "kernel": same[0].name,
@@ -131,7 +130,7 @@ def measure(mebibytes: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print the table, and write it as JSON where asked to."""
+    """Print the table, and write it as JSON with --json."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,12 @@
-"""Steps of Llamas on one GPU, as rank 0 of 8 whose collectives copy on the device and send nothing: fsdp_c
-beside torch's FSDP1 and FSDP2, and each beside what the timeline says of it.
+"""Steps of Llamas on one GPU with fsdp_c, torch's FSDP1 and FSDP2, each compared with the timeline. The
+process is rank 0 of 8; its collectives copy on the device and send nothing.
 
 python -m benchmarks.cuda_steps --json steps.json                        # needs a GPU
 python -m benchmarks.cuda_steps --beside steps.json --markdown steps.md  # needs none
 python -m benchmarks.cuda_steps --gpus 2 --json steps.json               # NCCL between the GPUs of this machine
 
-Each row runs in a process of its own. "alone" is the model in bf16, without FSDP and optimizer. "narrow" is a
-model that leaves the device idle: a forward and backward of it is what the host takes.
+Each row runs in its own process. "alone" is the model in bf16, without FSDP and optimizer. "narrow" is a
+model so small that the device is idle: the time of its forward and backward is the host's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rows(models: list[str], offload: bool) -> list[Row]:
 
 
 def copying_group() -> type:
-    """Collectives that move on the device what this rank would get, one kernel each."""
+    """Return a process group class whose collectives write this rank's result on the device, one kernel each."""
     from benchmarks.common import NoopGroup
 
     class CopyingGroup(NoopGroup):
@@ -117,7 +117,7 @@ def measure(row: Row) -> dict[str, Any]:
 
 
 def seconds(step: Callable[[], None], synchronize: Callable[[], None], count: int) -> float:
-    """Of one step, where the host may run ahead: the median of some runs of ``count``."""
+    """Return the median time of one step over several runs of ``count`` steps. The host may run ahead."""
     found = []
     for _ in range(REPEATS):
         synchronize()
@@ -130,7 +130,7 @@ def seconds(step: Callable[[], None], synchronize: Callable[[], None], count: in
 
 
 def kernels(step: Callable[[], None]) -> list[tuple[str, int, float]]:
-    """Those that take longest in a step: name, launches, ms in all."""
+    """Return the kernels with the longest total time in a step: name, launches, ms in all."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -160,7 +160,7 @@ def in_own_process(row: Row, gpus: int) -> dict[str, Any]:
 
 
 def table(measured: list[dict[str, Any]]) -> str:
-    """Markdown: each number measured, and by the model."""
+    """Return a Markdown table of each measured number and the model's prediction."""
     known = [one for one in measured if "step_ms" in one]
     large = [one for one in known if one["row"]["model"] != "narrow"]
     lines = [
@@ -188,7 +188,7 @@ def table(measured: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure, or print what was measured beside the timeline."""
+    """Measure the steps, or print earlier measurements beside the timeline."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

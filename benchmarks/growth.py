@@ -3,8 +3,7 @@ and ranks.
 
 python -m benchmarks.growth
 python -m benchmarks.growth --only units depth --against torch.fsdp1 --markdown table.md --plot plot.png
-python -m benchmarks.growth --long  # also what memory grows by over 20,000 steps and 300 saves, loads and
-summons
+python -m benchmarks.growth --long  # also memory growth: 20,000 steps, 300 saves, loads and summons
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ WIDTH = 2
 
 
 class Leaf(nn.Module):
-    """Parameters of these sizes, and buffers."""
+    """Parameters of the given sizes, and buffers."""
 
     def __init__(self, *numels: int, buffers: int = 0) -> None:
         super().__init__()
@@ -76,10 +75,10 @@ class Leaf(nn.Module):
 
 
 class Unit(nn.Module):
-    """Leaves with ``params`` parameters, ``ties`` leaves with those of others, ``buffers``, and what is
-    ``inner``.
+    """A unit: Leaves with ``params`` parameters in all, ``ties`` leaves that share them, ``buffers``, and
+    ``inner`` modules.
 
-    It becomes a unit. In its last parameter the shard of rank 0 ends, which so has a part of each.
+    The shard of rank 0 ends inside the unit's last parameter, so that it contains part of each one.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ def optional_stack(units: int) -> nn.Module:
 
 
 class Dimension(NamedTuple):
-    """What grows: the model of a size, and its sizes."""
+    """A dimension of growth: the sizes, and the function that builds the model of one size."""
 
     build: Callable[[int], nn.Module]
     sizes: tuple[int, ...]
@@ -133,7 +132,7 @@ DIMENSIONS = {
 
 
 def wrap(implementation: str, model: nn.Module, **kwargs: Any) -> Any:
-    """``model`` sharded per Unit."""
+    """Shard ``model``, one unit per Unit."""
     if implementation != "torch.fsdp2":
         policy, cpu = ModuleWrapPolicy({Unit}), torch.device("cpu")
         return common.fsdp_class(implementation)(
@@ -148,7 +147,7 @@ def wrap(implementation: str, model: nn.Module, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def group_of(world_size: int) -> Iterator[None]:
-    """With torch's fake process group as the default one."""
+    """Use torch's fake process group as the default group in the body."""
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -158,14 +157,14 @@ def group_of(world_size: int) -> Iterator[None]:
 
 # ----------------------------------------------------------------- operations
 
-Measure = Callable[[str, Callable[[], Any]], Any]  # (name, call): what the call returns
+Measure = Callable[[str, Callable[[], Any]], Any]  # (name, call) -> result of the call
 
 
 def run(implementation: str, build: Callable[[], nn.Module], once: Measure, several: Measure) -> None:
-    """All operations that ``implementation`` has, one after the other on one model."""
+    """Run all operations that ``implementation`` supports, one after the other on one model."""
     held: dict[str, Any] = {"plain": build()}
     held["model"] = once("construct", lambda: wrap(implementation, held.pop("plain")))
-    if implementation == "fsdp_c":  # FSDP1 wants a GPU for it
+    if implementation == "fsdp_c":  # FSDP1 needs a GPU here
         with torch.device("meta"):
             held["meta"] = build()
         once("construct from meta", lambda: wrap(implementation, held.pop("meta"), sync_module_states=True))
@@ -224,7 +223,7 @@ def state_dicts(
 
 
 def checkpoints(implementation: str, build: Callable[[], nn.Module], several: Measure) -> None:
-    """Saving and loading, in which all ranks have a part: on one rank."""
+    """Save and load on one rank: all ranks participate in both."""
     model = wrap(implementation, build())
     model(torch.ones(1, WIDTH)).sum().backward()
     optimizer = torch.optim.Adam(model.parameters(), foreach=True)
@@ -246,7 +245,7 @@ def checkpoints(implementation: str, build: Callable[[], nn.Module], several: Me
 
 
 class Timer:
-    """Least CPU times in milliseconds; what raises is left out."""
+    """Least CPU times in milliseconds. Operations that raise are omitted."""
 
     def __init__(self, repeats: int) -> None:
         self.repeats, self.found = repeats, dict[str, float]()
@@ -270,7 +269,7 @@ class Timer:
 
 
 def measure(implementation: str, name: str, repeats: int) -> list[dict[str, float]]:
-    """By size the times of the operations, and with the last the memory that a model takes."""
+    """Return the times of the operations for each size, and the memory of the model for the last."""
     build, sizes = DIMENSIONS[name]
     rows = []
     with group_of(2):
@@ -278,7 +277,7 @@ def measure(implementation: str, name: str, repeats: int) -> list[dict[str, floa
             sizes[0],
             sizes[0],
             sizes[-1],
-        ):  # what is there once and for all comes with the first two
+        ):  # the first two include one-time costs
             before = status("VmRSS")
             model = wrap(implementation, build(size))
             model(torch.ones(1, WIDTH)).sum().backward()
@@ -299,7 +298,7 @@ def measure(implementation: str, name: str, repeats: int) -> list[dict[str, floa
 
 
 def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
-    """The slope of the line nearest to the logarithms."""
+    """Return the slope of a least-squares line through the logarithms."""
     xs, ys = list(map(math.log, sizes)), [math.log(max(cost, 1e-9)) for cost in costs]
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     rise = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
@@ -307,7 +306,7 @@ def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
 
 
 def slopes(steps: int, calls: int) -> dict[str, float]:
-    """Bytes by which fsdp_c's resident memory grows in a call, over the second half of many."""
+    """Return the growth of fsdp_c's resident memory in bytes per call, over the second half of many calls."""
     from fsdp_c import checkpoint
 
     found = {}
@@ -356,7 +355,7 @@ def table(name: str, found: dict[str, list[dict[str, float]]]) -> str:
 
 
 def plot(found: dict[str, dict[str, list[dict[str, float]]]], path: Path) -> None:
-    """A panel for each dimension: every operation's time over its size."""
+    """Plot the time of every operation over the size, one panel per dimension."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -395,7 +394,7 @@ def main() -> None:
     )
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     parser.add_argument("--plot", type=Path)
-    # in a process of its own: implementation, dimension
+    # arguments of a child process: implementation, dimension
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:

@@ -1,4 +1,4 @@
-"""Host time that sharding adds to one training step, per unit: fsdp_c beside torch's FSDP1 and FSDP2.
+"""Host time per unit that sharding adds to one training step: fsdp_c, torch's FSDP1 and FSDP2.
 
 python -m benchmarks.host_overhead
 python -m benchmarks.host_overhead --impl torch.fsdp1 fsdp_c --P 12 --world 8 512 --json out.json
@@ -34,7 +34,7 @@ WIDTH = 8
 BATCH = 2
 EXTRAS = ("none", "clip", "optim", "fwd", "nosync", "frozen")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-FLOOR_US = 1.0  # an overhead below this counts as this in ratios: it can even be negative
+FLOOR_US = 1.0  # lower bound for ratios: measured overheads can be negative
 FLOOR_INSTRUCTIONS = 1000.0
 COUNTED = """\
 What is counted: forward, backward and zeroing of the gradients (and what --extra adds) of a stack of L blocks with P
@@ -56,7 +56,7 @@ unit and step: repeatable to a percent on any machine, about a minute for two or
 
 @dataclass(frozen=True)
 class Config:
-    """One model on one group; every implementation is measured on it."""
+    """One model and one process group, on which every implementation is measured."""
 
     L: int
     P: int
@@ -72,10 +72,10 @@ class Config:
 
 @dataclass
 class Candidate:
-    """One implementation, built and warmed up: ``step`` is what is measured."""
+    """One implementation, built and warmed up. ``step`` is measured."""
 
     impl: str
-    orig: int | None  # use_orig_params, None where the choice does not exist
+    orig: int | None  # use_orig_params; None for FSDP2, which has no such option
     units: int
     step: Callable[[], None]
 
@@ -86,7 +86,7 @@ class Candidate:
 
 @dataclass
 class Row:
-    """A line of the result: per-unit cost of one candidate, in ``unit``."""
+    """A line of the result: the cost of one candidate per unit of the model, in ``unit``."""
 
     config: Config
     impl: str
@@ -145,7 +145,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="count under valgrind",
     )
     parser.add_argument("--json", type=Path, help="write the rows here as well")
-    # set for the process that runs under valgrind
+    # set in the process under valgrind
     parser.add_argument("--counting", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if any(params < 2 or params % 2 for params in options.P):
@@ -160,7 +160,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def make_step(model: torch.nn.Module, impl: str, x: torch.Tensor, extra: str) -> Callable[[], None]:
-    """The measured step of a model."""
+    """Return the measured step of a model."""
     optimizer = (
         torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, foreach=True) if extra == "optim" else None
     )
@@ -218,11 +218,11 @@ def configs(options: argparse.Namespace) -> Iterator[Config]:
 
 
 def candidates(config: Config, options: argparse.Namespace) -> list[Candidate]:
-    """The plain model first, then every implementation asked for."""
+    """Return the plain model first, then every requested implementation."""
     wanted: list[tuple[str, int | None]] = [("plain", None)]
     for impl in options.impl:
         if impl == "torch.fsdp2" and config.strategy == "NO_SHARD":
-            continue  # it always shards
+            continue  # FSDP2 always shards
         wanted += [(impl, None)] if impl == "torch.fsdp2" else [(impl, orig) for orig in options.orig]
     device = "cuda:0" if options.device == "cuda" else "cpu"
     return [build(config, impl, orig, options.warmup, device) for impl, orig in wanted]
@@ -241,7 +241,7 @@ def group(world: int) -> Iterator[None]:
 
 
 def time_steps(built: list[Candidate], steps: int) -> list[list[float]]:
-    """Microseconds of every step of every candidate, measured in turn."""
+    """Return the microseconds of every step of every candidate, measured in turn."""
     times: list[list[float]] = [[] for _ in built]
     gc.collect()
     gc.disable()
@@ -261,7 +261,7 @@ def rows_of(
     unit: str,
     floor: float,
 ) -> list[Row]:
-    """Costs per step, the plain model's first, to costs per unit and ratios."""
+    """Convert costs per step, the plain model's first, to costs per unit and ratios."""
     plain_min, plain_med = min(costs[0]), statistics.median(costs[0])
     rows: list[Row] = []
     for (impl, orig, units), own in zip(described[1:], costs[1:], strict=True):
@@ -306,8 +306,9 @@ def run_timed(options: argparse.Namespace) -> list[Row]:
 
 
 def switch_instrumentation(on: bool) -> None:
-    """Ask the callgrind this process runs under. Python spins meanwhile: valgrind answers only while code
-    runs."""
+    """Switch the instrumentation of the callgrind that runs this process. Python spins meanwhile: valgrind
+    handles the request only while code runs.
+    """
     command = ["callgrind_control", "-i", "on" if on else "off", str(os.getpid())]
     control = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while control.poll() is None:
@@ -317,19 +318,22 @@ def switch_instrumentation(on: bool) -> None:
 
 
 def discard_counts() -> None:
-    """A dump of nothing: in the first one after a switch callgrind also takes off what it counted before the
-    switch."""
+    """Dump counts and ignore the dump. From the first dump after a switch, callgrind also subtracts the
+    counts before the switch.
+    """
     torch._C._valgrind_toggle()
     torch._C._valgrind_toggle_and_dump_stats()
 
 
 def count_under_valgrind(options: argparse.Namespace) -> None:
-    """The inner process: one dump per candidate, in the order written to the file of descriptions."""
+    """Write one dump per candidate, in the order of the descriptions file. Runs in the process under
+    callgrind.
+    """
     described: list[dict[str, object] | None] = []
     for config in configs(options):
         with group(config.world):
             built = candidates(config, options)
-            described.append(None)  # what is discarded
+            described.append(None)  # the discarded dump
             switch_instrumentation(True)
             discard_counts()
             for candidate in built:
@@ -348,7 +352,9 @@ def count_under_valgrind(options: argparse.Namespace) -> None:
 
 
 def dumped_totals(folder: Path) -> list[int]:
-    """Instructions of every dump a client asked for, in order, without those of a simulated GPU."""
+    """Return the instructions of every dump requested by a client, in order, excluding those of a simulated
+    GPU.
+    """
     totals = []
     for file in sorted(folder.glob("cg.*"), key=lambda path: int(path.suffix[1:])):
         text = file.read_text()
@@ -359,7 +365,9 @@ def dumped_totals(folder: Path) -> list[int]:
 
 
 def instructions_in(dump: str, folder: str) -> int:
-    """Those that a dump of callgrind counts in the libraries of a folder itself."""
+    """Return the instructions that a dump of callgrind attributes to functions in the libraries of a folder,
+    without their callees.
+    """
     names: dict[str, str] = {}
     total, inside, called = 0, False, False
     for line in dump.splitlines():
@@ -368,7 +376,7 @@ def instructions_in(dump: str, folder: str) -> int:
             names[number] = name or names[number]
             inside = folder in names[number] if line.startswith("ob=") else inside
         elif line.startswith("calls="):
-            called = True  # the next line has what the call took, which its own functions tell
+            called = True  # the next line is the inclusive cost of the call: its callees list it themselves
         elif line and (line[0].isdigit() or line[0] in "+-*"):
             total += 0 if called or not inside else int(line.split()[-1])
             called = False

@@ -1,4 +1,4 @@
-"""The CPU kernels beside torch's own operators and beside memcpy, for the same bytes moved.
+"""The CPU kernels compared with torch's operators and with memcpy of the same number of bytes.
 
 python -m benchmarks.kernels
 python -m benchmarks.kernels --mb 1 64 --only accumulate --capability avx2 default
@@ -29,8 +29,8 @@ from fsdp_c import _C
 
 OPS = torch.ops.fsdp_c
 MB = 1 << 20
-TENSORS = 12  # that a flat parameter is made of, or that are scaled together
-LIMIT = 1.2  # times memcpy: what the kernels are to stay within
+TENSORS = 12  # tensors of a flat parameter, or tensors scaled together
+LIMIT = 1.2  # the kernels' goal: at most this many times memcpy
 COUNTED = """\
 'memcpy' is the time that memcpy takes on one thread for the bytes that a kernel has to read and write, once each: half
 of them read, half of them written. Times are in microseconds, the least of many calls: torch's operators for the same
@@ -43,7 +43,7 @@ new outputs cost no page faults.
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one size: how many bytes it moves, torch's way (None: it has none) and ours."""
+    """One kernel at one size: bytes moved, torch's implementation (None if there is none) and ours."""
 
     name: str
     moved: int
@@ -53,37 +53,37 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Least times in microseconds."""
+    """The least times, in microseconds."""
 
     kernel: str
-    mb: float  # of the tensor, if it were in fp32
+    mb: float  # size of the tensor in fp32
     threads: int
     capability: str
     moved: int
     torch: float | None
     ours: float
-    call: float  # of ours, with next to nothing to do
+    call: float  # our kernel on tiny tensors: cost of the call itself
     memcpy: float
     memcpy_call: float
 
     @property
     def ratio(self) -> float:
-        """The kernel's time in times of memcpy, calls from Python left out."""
+        """The kernel's time divided by memcpy's, both without the cost of the call from Python."""
         return (self.ours - self.call) / (self.memcpy - self.memcpy_call)
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse what is freed: fresh pages would cost more than the kernels."""
+    """Let glibc reuse freed memory: page faults of fresh memory would take longer than the kernels."""
     try:
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: nothing outside the heap
-        libc.mallopt(-1, 1 << 31 - 1)  # M_TRIM_THRESHOLD: nothing back to the system
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: allocate everything on the heap
+        libc.mallopt(-1, 1 << 31 - 1)  # M_TRIM_THRESHOLD: return nothing to the system
     except (OSError, AttributeError):
         pass
 
 
 def split(numel: int, dtype: torch.dtype) -> list[Tensor]:
-    """TENSORS tensors of ``numel`` elements in all."""
+    """Return TENSORS tensors of ``numel`` elements in all."""
     return [part.clone() for part in torch.randn(numel).to(dtype).chunk(TENSORS)]
 
 
@@ -92,7 +92,9 @@ def offsets_of(tensors: list[Tensor]) -> list[int]:
 
 
 def packs(numel: int) -> Iterator[Case]:
-    """Flatten, and flatten with cast and division: the way of a unit's gradients into its reduce-scatter."""
+    """Yield the cases of flattening, with and without cast and division, as for a unit's gradients before
+    reduce-scatter.
+    """
     for source, target, divisor in (
         (torch.float32, torch.float32, 1.0),
         (torch.float32, torch.bfloat16, 1.0),
@@ -127,7 +129,9 @@ def packs(numel: int) -> Iterator[Case]:
 
 
 def slices(numel: int) -> Iterator[Case]:
-    """A rank's shard of a flat parameter, with cast; and a flat parameter back to tensors."""
+    """Yield the cases of copying a rank's shard of a flat parameter, with cast, and of splitting a flat
+    parameter into tensors.
+    """
     flat = torch.randn(4 * numel)
     yield Case(
         "shard fp32 -> bf16",
@@ -147,7 +151,7 @@ def slices(numel: int) -> Iterator[Case]:
 
 
 def accumulations(numel: int) -> Iterator[Case]:
-    """The reduced shard added to the one before, with post-division and upcast."""
+    """Yield the cases of adding a reduced shard to the accumulated one, with post-division and upcast."""
     for source, divisor in (
         (torch.float32, 1.0),
         (torch.float32, 8.0),
@@ -177,7 +181,9 @@ def short(dtype: torch.dtype) -> str:
 def least_times(
     calls: list[Callable[[], Any]], seconds: float, clock: Callable[[], int] = time.perf_counter_ns
 ) -> list[float]:
-    """The least time of each call in microseconds, called in turn for ``seconds``, at least five times."""
+    """Return the least time of each call in microseconds. Calls alternate for ``seconds``, at least five
+    times.
+    """
     best = [math.inf] * len(calls)
     end = time.perf_counter() + seconds
     rounds = 0
@@ -191,14 +197,15 @@ def least_times(
 
 
 def memcpy_of(moved: int) -> Callable[[], Any]:
-    """memcpy that moves so many bytes: half of them read, half of them written."""
+    """Return a memcpy that moves ``moved`` bytes: half of them read, half of them written."""
     source, target = (torch.zeros(moved // 2, dtype=torch.uint8) for _ in range(2))
     return lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), moved // 2)
 
 
 def measure(case: Case, tiny: Case, seconds: float) -> dict[str, float | None]:
-    """The times of a row. Both are in turn with memcpy alone: long vector code slows the clock for a
-    while."""
+    """Return the times of a row. Each call alternates with memcpy only: long vector code slows the clock for
+    a while after it.
+    """
     copy, tiny_copy = memcpy_of(case.moved), memcpy_of(tiny.moved)
     theirs = least_times([case.torch, copy], seconds)[0] if case.torch is not None else None
     ours, memcpy = least_times([case.ours, copy], seconds)
@@ -262,7 +269,7 @@ def versions() -> str:
 
 
 def markdown(rows: list[Row]) -> str:
-    """One table per instruction set and number of threads."""
+    """Return one table per instruction set and number of threads."""
     text = [
         f"# CPU kernels, {time.strftime('%Y-%m-%d')}",
         "",
@@ -281,7 +288,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Times over memcpy's, one panel per kernel, over size: torch and ours by number of threads."""
+    """Plot times divided by memcpy's over size, one panel per kernel: torch and ours by number of threads."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,5 +1,5 @@
-"""Adapters in a Llama whose own parameters are frozen: what a step of FSDP1, FSDP2 and fsdp_c sends and
-holds.
+"""Adapters in a Llama with frozen parameters: bytes sent and memory held in a step of FSDP1, FSDP2 and
+fsdp_c.
 
 python -m benchmarks.lora                                    # 1.3 B parameters on 8 GPUs
 python -m benchmarks.lora --model 6.7B --markdown benchmarks/results/lora.md
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 RANK = 8
-# name: the implementation, use_orig_params, and whether frozen parameters are set apart
+# name: (implementation, use_orig_params, True if frozen parameters are in their own units)
 ROWS: dict[str, tuple[str, bool, bool]] = {
     "FSDP1, use_orig_params": ("torch.fsdp1", True, False),
     "FSDP2": ("torch.fsdp2", True, False),
@@ -40,7 +40,9 @@ all-gathers, the inputs of its reductions. FSDP1 without use_orig_params refuses
 
 
 def with_adapters(model: nn.Module) -> nn.Module:
-    """Every linear layer of a block computes ``layer(x) + up(down(x))``, and only these two are trained."""
+    """Replace every linear layer of a block by ``layer(x) + up(down(x))``, of which only ``up`` and ``down``
+    are trained.
+    """
     from torch import Tensor, nn
 
     class Adapted(nn.Module):
@@ -89,7 +91,7 @@ def wrapped(model: nn.Module, implementation: str, use_orig_params: bool, split:
 
 def run_row(name: str, model_name: str, world_size: int) -> dict[str, float]:
     import torch
-    import torch._meta_registrations  # shapes of the operators that have them in Python alone
+    import torch._meta_registrations  # shapes of operators registered in Python only
     import torch.distributed as dist
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -126,7 +128,7 @@ def run_row(name: str, model_name: str, world_size: int) -> dict[str, float]:
     gradients = 0
     for number in range(4):
         if number == 1:
-            torch.cuda.empty_cache()  # of what was there during the first step alone
+            torch.cuda.empty_cache()  # free the memory that only the first step uses
         if number == 3:
             torch.cuda.reset_peak_memory_stats()
         with Collectives() if number == 2 else nullcontext():

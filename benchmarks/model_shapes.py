@@ -1,4 +1,4 @@
-"""The shapes of the models that benchmarks.timeline and its neighbours run."""
+"""The shapes of the models in benchmarks.timeline and the benchmarks that use it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama, or an MPT."""
+    """The shape of a Llama or an MPT."""
 
     width: int
     hidden: int
@@ -15,14 +15,14 @@ class Model:
     blocks: int
     sequence: int
     vocabulary: int = 32000
-    kv_heads: int = 0  # of keys and values, where they are fewer than those of queries; 0: as many
+    kv_heads: int = 0  # heads of keys and values; 0: as many as of queries
     family: str = "llama"
-    in_fp32: bool = False  # norms, rotary positions and the loss, as torchtitan has them
-    experts: int = 0  # in place of each feed-forward network; a token goes to two of them
+    in_fp32: bool = False  # norms, rotary positions and loss in fp32, as in torchtitan
+    experts: int = 0  # feed-forward networks per block; each token is routed to two
 
     @property
     def nbytes(self) -> int:
-        """In fp32, about: of the blocks' matrices."""
+        """Approximate bytes of the blocks' matrices in fp32."""
         matrices = 3 * max(self.experts, 1) if self.family == "llama" else 2
         return 4 * self.blocks * self.width * (4 * self.width + matrices * self.hidden)
 

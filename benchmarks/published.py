@@ -1,7 +1,9 @@
-"""Steps that others measured, beside what the model of time says: python -m benchmarks.timeline --published.
+"""Published measurements of steps, compared with the model of time: python -m benchmarks.timeline
+--published.
 
-One number is fitted for each machine, on the row that is marked: how fast products and attention are. How late
-ranks are is fitted on the rows of one model (``LATE_ON``) and holds for all. No other row is fitted on.
+One number is fitted per machine, on the row that is marked: the speed of matrix products and attention. The
+delay of late ranks is fitted on the rows of one model (``LATE_ON``) and is the same everywhere. All other
+rows are predictions.
 """
 
 from __future__ import annotations
@@ -19,26 +21,26 @@ TITAN_PR = "pytorch/torchtitan PR 165"
 TITAN_A100 = "pytorch/torchtitan 0413364, docs/performance.md"
 FOUNDRY = "mosaicml/llm-foundry 8c8dd48, scripts/train/benchmarking/README.md"
 FMS = "pytorch.org/blog/maximizing-training, table 1"
-# Operations per us of llm-foundry's attention, by how much longer a token takes in longer sequences: on 8 GPUs, of
-# 4,096 tokens and more, rows of the same tables that are not among those below.
+# Operations per us of llm-foundry's attention, derived from the time per token at longer sequences: on 8
+# GPUs, for 4,096 tokens and more, from rows of the same tables that are not listed below.
 FOUNDRY_ATTENTION = {"ib512": 175e6, "a100_40": 96e6}
-# Machines whose speed is fitted on another, with the same GPU.
+# Machines whose speed is fitted on another machine with the same GPU.
 GPU_OF = {"h100_800g": "ib512", "a100_400g": "a100_80"}
-BLOCKS = (3, 6)  # of a model, from which its step is told
-LINEAR = ("step_ms", "plain_ms", "late_ms")  # in the number of blocks
-# of which a machine's is made: a step is a part that it shortens and one that it does not
+BLOCKS = (3, 6)  # numbers of blocks simulated, to extrapolate to the whole model
+LINEAR = ("step_ms", "plain_ms", "late_ms")  # linear in the number of blocks
+# Speeds simulated to fit a machine's: a step has a part that scales with the speed and one that does not.
 SPEEDS = (1.0, 0.8)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A step that somebody measured."""
+    """A published measurement of a step."""
 
     source: str
     row: Row
-    tokens_per_s: float  # of a GPU
-    reserved_GiB: float = 0.0  # 0: not told
-    calibrates: bool = False  # its machine
+    tokens_per_s: float  # per GPU
+    reserved_GiB: float = 0.0  # 0: not published
+    calibrates: bool = False  # the row on which its machine's speed is fitted
 
     @property
     def ms(self) -> float:
@@ -54,7 +56,9 @@ def titan(implementation: str, model: str, machine: str, batch: int, recompute: 
 
 
 def foundry(model: str, batch: int, ranks: int, machine: str = "ib512", **others: Any) -> Row:
-    """By Composer, whose FSDPConfig prefetches after the backward; its yamls clip gradients."""
+    """Return a row of llm-foundry. Its trainer, Composer, prefetches after the backward by default; its yamls
+    clip gradients.
+    """
     options = {
         "backward_prefetch": "BACKWARD_POST",
         "clip": True,
@@ -64,7 +68,9 @@ def foundry(model: str, batch: int, ranks: int, machine: str = "ib512", **others
 
 
 def fms(machine: str, ranks: int) -> Row:
-    """Llama 2 7B, whose norms and rotary positions are in fp32, as torchtitan's; gradients reduced in bf16."""
+    """Return a row of Llama 2 7B with norms and rotary positions in fp32, as in torchtitan, and gradients
+    reduced in bf16.
+    """
     options = {"sequence": 4096, "batch": 2, "clip": True, "reduce_in_bf16": True}
     return Row("torch.fsdp1", "titan-7b", machine, "HYBRID_SHARD", ranks=ranks, **options)  # type: ignore[arg-type]
 
@@ -111,12 +117,12 @@ LATE_ON = "mpt-7b", "ib512"
 
 @dataclass
 class Beside:
-    """A measured step, and the model's."""
+    """A measured step and the model's prediction."""
 
     measured: Measured
     ms: float  # without late ranks
     result: Result
-    late: float = 0.0  # the part of a step that each rank adds
+    late: float = 0.0  # fraction of the step added per rank
 
     @property
     def predicted_ms(self) -> float:
@@ -149,14 +155,16 @@ def unscaled_ms(result: Result) -> float:
 
 
 def speed_of(measured_ms: float, times: Sequence[float]) -> float:
-    """Of a machine, of whose step ``times`` are those at ``SPEEDS``."""
+    """Return the speed of a machine whose step took ``measured_ms``; ``times`` are the simulated ones at
+    ``SPEEDS``.
+    """
     (fast, slow), (full, less) = times, SPEEDS
     shortened = (slow - fast) / (1 / less - 1 / full)
     return shortened / (measured_ms - fast + shortened / full)
 
 
 def lateness(points: Iterable[Beside]) -> float:
-    """The part of a step that each rank adds, by least squares."""
+    """Return the fraction of a step that each rank adds, by least squares."""
     numbers = [(each.measured.row.ranks, each.measured.ms / each.ms - 1) for each in points]
     over = sum(ranks**2 for ranks, _ in numbers)
     return max(0.0, sum(ranks * more for ranks, more in numbers) / over) if over else 0.0
@@ -164,7 +172,7 @@ def lateness(points: Iterable[Beside]) -> float:
 
 @dataclass
 class Comparison:
-    """All rows, and what was fitted."""
+    """All rows and the fitted numbers."""
 
     rows: list[Beside]
     speeds: dict[str, float]
@@ -175,7 +183,9 @@ class Comparison:
         return [each for each in self.rows if not each.fitted_on]
 
     def signs(self) -> list[tuple[str, float, float]]:
-        """What is compared, and by how much a step is longer: as measured, and by the model."""
+        """Return (comparison, measured ratio, predicted ratio) of each pair of steps that differ in one
+        choice.
+        """
         found = []
         of = {each.measured.row: each for each in self.rows}
         for row, each in of.items():
@@ -195,14 +205,16 @@ class Comparison:
 
 
 def of_all_blocks(few: Result, more: Result) -> Result:
-    """A model's blocks are alike, so that each adds the same; from a step of a few and one of more of them."""
+    """Extrapolate to the whole model from steps of few and of more blocks. Blocks are alike, so each adds the
+    same.
+    """
     part = (MODELS[more.row.model].blocks - few.row.blocks) / (more.row.blocks - few.row.blocks)
     values = {name: getattr(few, name) + part * (getattr(more, name) - getattr(few, name)) for name in LINEAR}
     return replace(more, row=replace(more.row, blocks=0), **values)
 
 
 def results_of(rows: Sequence[tuple[Row, bool]]) -> Iterator[Result]:
-    """Of a row in full, or of a few of its blocks."""
+    """Yield the result of each row, simulated with all blocks or extrapolated from a few."""
     jobs = [[row] if full else [replace(row, blocks=blocks) for blocks in BLOCKS] for row, full in rows]
     results = in_processes(list(itertools.chain(*jobs)))
     for job in jobs:
@@ -217,7 +229,7 @@ def compare(rows: Sequence[Measured]) -> Comparison:
     for each in fitted:
         speeds[each.row.machine] = speed_of(each.ms, [unscaled_ms(next(tried)) for _ in SPEEDS])
         print(f"{each.row.machine}: speed {speeds[each.row.machine]:.3f}", flush=True)
-    # memory is of the peak, which may be elsewhere with a few blocks
+    # rows with memory run in full: with few blocks the peak may be at another point of the step
     results = results_of(
         [(replace(each.row, speed=speed_for(each, speeds)), each.reserved_GiB > 0) for each in rows]
     )
@@ -251,7 +263,7 @@ def spread(errors: Sequence[float]) -> str:
 
 
 def report(compared: Comparison) -> str:
-    """In markdown."""
+    """Return the comparison as Markdown."""
     lines = ["| run | measured ms | plain | predicted | error | reserved GiB | predicted | error | fitted |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     for each in compared.rows:

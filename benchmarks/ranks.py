@@ -1,4 +1,4 @@
-"""Measurements on gloo ranks of this machine, each a process of its own."""
+"""Measurements on gloo ranks of this machine, one process per rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 def status(name: str, process: int | str = "self") -> float:
-    """What /proc/PID/status says, in MiB."""
+    """Return a field of /proc/PID/status, in MiB."""
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) / 1024
@@ -24,13 +24,14 @@ def status(name: str, process: int | str = "self") -> float:
 
 
 def shown(values: list[float], digits: int = 0) -> str:
-    """The least, and the median in brackets."""
+    """Return the least value, and the median in brackets."""
     return f"{min(values):.{digits}f} ({statistics.median(values):.{digits}f})" if values else ""
 
 
 def told_by_ranks(body: Callable[..., None], ranks: int, *arguments: Any) -> tuple[str, ...]:
-    """What rank 0 sends of a ``body(rank, told, *arguments)`` into ``told``, a pipe; nothing where it
-    failed."""
+    """Run ``body(rank, told, *arguments)`` on ranks and return the values that rank 0 sends into the pipe
+    ``told``. Empty if a rank failed.
+    """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,4 +1,4 @@
-"""State dicts of models and optimizers on gloo ranks, beside torch's FSDP1 and FSDP2 in one run.
+"""State dicts of models and optimizers on gloo ranks, with fsdp_c, torch's FSDP1 and FSDP2 in one run.
 
 python -m benchmarks.state_dict
 python -m benchmarks.state_dict --gib 1 --against torch.fsdp1
@@ -50,14 +50,16 @@ FSDP2_OPTIONS = {"FULL": dcp.StateDictOptions(full_state_dict=True), "SHARDED": 
 
 
 class Measured(NamedTuple):
-    """The least CPU time in milliseconds, and the largest peak in MiB."""
+    """The least CPU time in milliseconds, and the highest peak in MiB."""
 
     cpu_ms: float
     peak_mib: float
 
 
 class LargeBlock(common.Block):
-    """Three square matrices, of ``numel`` elements together; a Block, so that it is wrapped as one."""
+    """Three square matrices of ``numel`` elements in all. A subclass of Block, so that wrapping makes it a
+    unit.
+    """
 
     def __init__(self, numel: int) -> None:
         nn.Module.__init__(self)
@@ -69,7 +71,7 @@ class LargeBlock(common.Block):
 
 
 def build(implementation: str, args: argparse.Namespace) -> tuple[Any, torch.optim.Optimizer]:
-    """The model after one step of Adam."""
+    """Return the model and its optimizer after one step of Adam."""
     torch.manual_seed(0)
     if args.gib:
         plain: nn.Module = nn.Sequential(*[LargeBlock(int(args.gib * 2**30 / 4 / 8)) for _ in range(8)])
@@ -91,7 +93,7 @@ def build(implementation: str, args: argparse.Namespace) -> tuple[Any, torch.opt
 def operations(
     implementation: str, kind: str, model: Any, optimizer: Any
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """In turn; a load loads what the get before it gave."""
+    """Yield the operations in order. Each load loads the result of the get before it."""
     if implementation == "torch.fsdp2":
         options = FSDP2_OPTIONS[kind]
         state = dcp.get_model_state_dict(model, options=options)
@@ -134,13 +136,13 @@ def reset_peak() -> None:
 
 
 def status(field: str) -> int:
-    """In bytes."""
+    """Return a field of /proc/self/status, in bytes."""
     text = Path("/proc/self/status").read_text()
     return int(text.split(f"{field}:")[1].split()[0]) * 1024
 
 
 def work(rank: int, args: argparse.Namespace, store: str, results: str) -> None:
-    """One rank; rank 0 writes what it measured."""
+    """Run one rank. Rank 0 writes the measurements."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, args.ranks), rank=rank, world_size=args.ranks)

@@ -1,5 +1,4 @@
-"""A training step of FSDP1, FSDP2 and fsdp_c on a machine that is not there: its time and its memory, by a
-model.
+"""Time and memory of a training step of FSDP1, FSDP2 and fsdp_c on a modelled machine; no GPU is needed.
 
 python -m benchmarks.timeline                                 # 6.7 B parameters on 8 GPUs
 python -m benchmarks.timeline --model 0.4B 1.3B --machine ib512 ethernet64
@@ -21,7 +20,7 @@ from benchmarks.published import ROWS, compare, report
 from benchmarks.timeline_row import ALONE, IMPLEMENTATIONS, MACHINES, Result, Row, in_a_process, machine_of
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
-# of a row, by the names that the command line has for them too
+# options of a row that are also flags of the command line
 OPTIONS = (
     "batch",
     "forward_prefetch",
@@ -33,7 +32,7 @@ OPTIONS = (
     "adapters",
 )
 OPTIONS += ("accumulate", "no_sync", "reduce_in_bf16", "keep_last")
-NEAR = 1.01  # of the bound: less is not asked of a schedule
+NEAR = 1.01  # a schedule this near to the bound counts as optimal
 ABOUT = """\
 Each row is a process in which nothing is computed: the simulated GPU (docs/testing.md) follows shapes, streams,
 events and torch's allocator, and says when each launch would begin and end (docs/testing.md has the rules, and what
@@ -61,9 +60,9 @@ a core on which operators cost about as much: FSDP1 840 us, FSDP2 1005, fsdp_c 5
 
 @dataclass(frozen=True)
 class Bound:
-    """No schedule of the shortest of these collectives is faster."""
+    """A lower bound on the step of any schedule of these collectives, at their shortest."""
 
-    computation_ms: float  # the model's own, the first gather and the last reduction
+    computation_ms: float  # the model's computation, the first all-gather and the last reduction
     communication_ms: float
     optimizer_ms: float
 
@@ -80,8 +79,9 @@ def bound_of(alone: Result, results: list[Result]) -> Bound:
 
 
 def obstacle(result: Result, alone: Result, bound: Bound) -> str:
-    """Why the step is not at the bound: the longest of what keeps the computing stream, or the wire, from its
-    work."""
+    """Return the reason why the step is longer than the bound: the longest stall of the computing stream or
+    of the wire.
+    """
     if result.step_ms <= NEAR * bound.ms:
         return ""
     if bound.communication_ms > bound.computation_ms:
@@ -104,7 +104,7 @@ def more_of(row: Row) -> str:
 
 
 def table(results: list[Result], alone: Result) -> str:
-    """Of one model on one machine, in markdown."""
+    """Return the Markdown table of one model on one machine."""
     row, bound = results[0].row, bound_of(alone, results).ms
     machine = machine_of(row.machine)
     sequence = row.sequence or MODELS[row.model].sequence
@@ -161,8 +161,10 @@ LINES_HEAD = "| | bound | FSDP1 | FSDP2 | fsdp_c | / bound | ahead | what holds 
 
 
 def line(results: list[Result], alone: Result) -> str:
-    """Step ms (plain, exposed communication), and the peaks of requested, allocated and reserved MiB of each; and
-    by how much less than the faster of the others the last takes."""
+    """Return one line of text: for each implementation the step in ms (plain, exposed communication) and the
+    peaks of requested, allocated and reserved MiB; then the time that the last one saves over the faster of
+    the others.
+    """
     row, bound = results[0].row, bound_of(alone, results)
     what = [row.model, row.machine, *([row.strategy] if row.strategy != "FULL_SHARD" else [])]
     what += ["CPU offload"] * row.offload
@@ -197,7 +199,7 @@ def lines_of_blocks(blocks: list[tuple[int, int, str]]) -> list[str]:
 
 
 def most_of(result: Result) -> str:
-    """The longest waits, and the most memory."""
+    """Return the longest waits and the largest blocks in memory."""
     name = result.row.implementation
     waits = [f"{us / 1e3:9.3f} ms  {what}, for {why}" for us, what, why in result.stalls]
     parts = [

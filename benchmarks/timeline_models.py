@@ -1,5 +1,6 @@
-"""The models of benchmarks.timeline, and how each implementation wraps them. For a process of the simulated
-GPU."""
+"""The models of benchmarks.timeline and their wrapping by each implementation. Runs in a process of the
+simulated GPU.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from benchmarks.timeline_row import Row
 
 
-LARGE = 48 * 2**30  # bytes of parameters that a GPU need not hold
+LARGE = 48 * 2**30  # bytes of parameters above which a model is built unit by unit
 
 
 class Block(nn.Module):
@@ -64,7 +65,7 @@ class Block(nn.Module):
 
 
 class ComposedNorm(nn.RMSNorm):
-    """As torchtitan and torch had it until CUDA had a kernel of it."""
+    """RMSNorm composed of operators, as torchtitan and torch computed it before CUDA had a fused kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -87,7 +88,9 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each token goes to two. Nothing is computed that would say to which: all get as many."""
+    """A mixture of experts in which each token is routed to two. The routing is not computed: every expert
+    gets equally many tokens.
+    """
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
@@ -105,7 +108,7 @@ class Experts(nn.Module):
 
 
 class MptBlock(nn.Module):
-    """Attention and a feed-forward network, with norms that subtract the mean and one projection of three."""
+    """Attention and a feed-forward network, with layer norms and one projection for query, key and value."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
@@ -133,7 +136,7 @@ def as_many_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal, by the kernel that a GPU has for it."""
+    """Return causal attention, by the GPU's flash attention kernel."""
     return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]  # type: ignore[no-any-return]
 
 
@@ -143,14 +146,14 @@ def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def rotated_in_fp32(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """As torchtitan does it: of two numbers one complex, times another."""
+    """Rotate pairs of elements as complex numbers in fp32, as torchtitan does."""
     turns = torch.complex(cosine[:, ::2].float(), sine[:, ::2].float())
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
 
 
 class Llama(nn.Module):
-    """A language model; its forward gives the loss."""
+    """A language model whose forward returns the loss."""
 
     def __init__(self, shape: Model, sequence: int) -> None:
         super().__init__()
@@ -171,7 +174,7 @@ class Llama(nn.Module):
 
 
 class Mpt(nn.Module):
-    """The same, whose head is its embedding."""
+    """An MPT whose forward returns the loss. Its head shares the embedding's weight."""
 
     def __init__(self, shape: Model, sequence: int) -> None:
         super().__init__()
@@ -185,11 +188,13 @@ class Mpt(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.norm(x), self.embedding.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # as under autocast
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # in fp32, as under autocast
 
 
 def build(row: Row, shape: Model, sequence: int, machine: dict[str, Any]) -> tuple[nn.Module, int]:
-    """The wrapped model, and how many parameters it has in all. A large one is made unit by unit, as sharded."""
+    """Return the wrapped model and its total number of parameters. A large model is built and sharded unit by
+    unit.
+    """
     is_large = shape.nbytes > LARGE and row.implementation != "alone"
     with torch.device("meta" if is_large else "cuda"):
         model = (Mpt if shape.family == "mpt" else Llama)(shape, sequence)
@@ -204,7 +209,8 @@ def build(row: Row, shape: Model, sequence: int, machine: dict[str, Any]) -> tup
     if row.implementation == "torch.fsdp2":
         return fsdp2(row, model, mesh), parameters
     if row.implementation == "fsdp_c":
-        # The host is charged by ranges, which it names for a profiler that is on, and torch's FSDPs always.
+        # The model of time charges the host per profiler range. torch's FSDPs always open ranges, but name
+        # them only while a profiler is on.
         torch.autograd.profiler._is_profiler_enabled = True
     splits = split_frozen() if row.adapters and row.implementation == "fsdp_c" else nullcontext()
     with splits:
@@ -216,8 +222,9 @@ def build(row: Row, shape: Model, sequence: int, machine: dict[str, Any]) -> tup
 
 
 def recompute(model: nn.Module, what: str) -> None:
-    """Activations of blocks in backward: "full", but for attention and every other product ("operators", as
-    torchtitan's "selective op"), or of every nth block."""
+    """Recompute activations of blocks in backward: "full", "operators" (all but attention and every other
+    product, torchtitan's "selective op"), or a number n for every nth block.
+    """
     options = {"context_fn": keeping_products} if what == "operators" else {}
     every = int(what) if what.isdigit() else 1
     for number, block in enumerate(model.blocks):  # type: ignore[arg-type]
@@ -226,7 +233,7 @@ def recompute(model: nn.Module, what: str) -> None:
 
 
 def keeping_products() -> Any:
-    counted = {False: 0, True: 0}  # in the forward, and as it is run again
+    counted = {False: 0, True: 0}  # calls in the forward, and in its recomputation
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keeps = operator == torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -239,7 +246,7 @@ def keeping_products() -> Any:
 
 
 def mesh_of_nodes(machine: dict[str, Any]) -> DeviceMesh:
-    """Replicas across nodes, shards within."""
+    """Return a mesh that replicates across nodes and shards within them."""
     per_node = machine["gpus_per_node"]
     nodes = dist.get_world_size() // per_node
     return init_device_mesh("cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard"))
@@ -250,7 +257,7 @@ def reduced_in(row: Row) -> torch.dtype:
 
 
 def fsdp1(row: Row, model: nn.Module, **ranks: Any) -> nn.Module:
-    """torch's FSDP1, or fsdp_c, over a ``device_mesh`` or ``process_group``."""
+    """Wrap with torch's FSDP1 or fsdp_c, over a ``device_mesh`` or ``process_group``."""
     blocks = set(model.blocks)  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""One row of benchmarks.timeline: what is run, what comes out, and the process of its own in which it runs."""
+"""One row of benchmarks.timeline: its options, its result, and the process in which it runs."""
 
 from __future__ import annotations
 
@@ -27,59 +27,61 @@ LARGEST_TABLE_BYTES = float(1 << 40)
 
 @dataclass(frozen=True)
 class Row:
-    """What is run."""
+    """The options of one simulated step."""
 
     implementation: str
     model: str
     machine: str
     strategy: str = "FULL_SHARD"
-    sequence: int = 0  # 0: the model's own
+    sequence: int = 0  # 0: the model's default
     batch: int = 1
     forward_prefetch: bool = False
     free_host: bool = False
     backward_prefetch: str = "BACKWARD_PRE"
-    offload: bool = False  # parameters, gradients and the optimizer to the CPU
-    ahead: int = 1  # units that fsdp_c gathers ahead
-    adapters: bool = False  # are trained on the linear layers of the blocks, and nothing else
-    recompute: str = ""  # activations, in backward: full, operators, or of every nth block
-    clip: bool = False  # gradients, by their norm
-    accumulate: int = 1  # forwards and backwards before the optimizer's step
-    no_sync: bool = False  # but for the last of them
+    offload: bool = False  # parameters, gradients and optimizer on the CPU
+    ahead: int = 1  # units that fsdp_c prefetches
+    adapters: bool = False  # train only adapters on the blocks' linear layers
+    recompute: str = ""  # activations recomputed in backward: full, operators, or n for every nth block
+    clip: bool = False  # clip gradients by their norm
+    accumulate: int = 1  # forwards and backwards per optimizer step
+    no_sync: bool = False  # reduce gradients in the last backward only
     reduce_in_bf16: bool = False
-    keep_last: bool = False  # FSDP2 does not reshard the last block after its forward
-    ranks: int = 0  # 0: as many as the machine has
-    blocks: int = 0  # 0: the model's own
-    speed: float = 0.0  # of products and attention; 0: the machine's own
-    attention: float = 0.0  # operations per us, whatever the speed is; 0: the machine's own
+    keep_last: bool = False  # do not reshard the last block after its forward (FSDP2)
+    ranks: int = 0  # 0: all ranks of the machine
+    blocks: int = 0  # 0: the model's default
+    speed: float = 0.0  # of products and attention; 0: the machine's
+    attention: float = 0.0  # operations per us at any speed; 0: the machine's
 
 
 @dataclass
 class Result:
-    """What came out, in ms and MiB. Computation, communication and what is made of them are what they take
-    alone."""
+    """The result of a step, in ms and MiB. Computation, communication and numbers derived from them are
+    without contention.
+    """
 
     row: Row
-    step_ms: float  # with what is shared, and with ranks that are late
-    plain_ms: float  # with neither
+    step_ms: float  # with contention and late ranks
+    plain_ms: float  # without contention and late ranks
     late_ms: float
     compute_ms: float
     communication_ms: float
     exposed_ms: float
     host_ms: float
-    slowed_ms: float  # how much longer the computing stream computes than it does alone
+    slowed_ms: float  # time that contention adds to the computing stream's work
     optimizer_ms: float
-    ends_ms: float  # the first gather and the last reduction
+    ends_ms: float  # the first all-gather and the last reduction
     requested_MiB: float
     allocated_MiB: float
     reserved_MiB: float
-    between_MiB: float  # steps, once gradients are cleared
+    between_MiB: float  # held between steps, once gradients are cleared
     parameters: int
     stalls: list[tuple[float, str, str]] = field(default_factory=list)  # of the computing stream
-    # but for the first gather, the last reduction
+    # stalls other than for the first all-gather and the last reduction
     avoidable: list[tuple[float, str, str]] = field(default_factory=list)
     of_wire: list[tuple[float, str, str]] = field(default_factory=list)
-    at_peak: list[tuple[int, int, str]] = field(default_factory=list)  # bytes of a block, how many, and whose
-    # the same of what is reserved and not used then
+    # (bytes of a block, number of blocks, owner)
+    at_peak: list[tuple[int, int, str]] = field(default_factory=list)
+    # the same for memory that is reserved and unused at the peak
     idle: list[tuple[int, int, str]] = field(default_factory=list)
 
 
@@ -100,30 +102,32 @@ def machine_of_row(row: Row) -> dict[str, Any]:
 
 
 def us_by_nbytes(wire: dict[str, Any], ranks: int, nodes: int, per_node: int) -> list[tuple[float, float]]:
-    """How long a gather takes by its bytes in all, given the bus bandwidth as nccl-tests has it.
+    """Return (bytes, us) of an all-gather, by its bytes in all, from the bus bandwidth as reported by
+    nccl-tests.
 
-    That is bytes * (ranks - 1) / ranks / time: given by size, by nodes of ``per_node`` GPUs beside NCCL's own
-    latencies, or one for all beside a latency.
+    The bus bandwidth is bytes * (ranks - 1) / ranks / time. It is given as a list by size, as a dict by
+    number of nodes of ``per_node`` GPUs, to which NCCL's own latencies are added, or as one number, beside a
+    latency.
     """
     share = (ranks - 1) / ranks
     bandwidth = wire["bus_GB_per_s"]
     if isinstance(bandwidth, list):
         return [(float(nbytes), nbytes * share / (1e3 * rate)) for nbytes, rate in bandwidth]
     if isinstance(bandwidth, dict):
-        # A group's ring has the part of a node's wires that the node's GPUs in it have.
+        # A group's ring uses the fraction of a node's links that belongs to the group's GPUs in it.
         rate = at_nodes(bandwidth, nodes) * min(1.0, ranks / nodes / per_node)
         sizes = [1.0, *(float(1 << power) for power in range(16, 41))]
         return [(nbytes, us_of_ring(nbytes * share / (1e3 * rate), ranks, nodes)) for nbytes in sizes]
     return [(n, wire["latency_us"] + n * share / (1e3 * bandwidth)) for n in (1.0, LARGEST_TABLE_BYTES)]
 
 
-# NVIDIA/nccl, src/graph/tuning.cc: us of a ring in all, by hop within a node and between nodes; and the part of
-# the bandwidth that is reached. Of its protocols LL128 and Simple.
+# From NVIDIA/nccl, src/graph/tuning.cc, for the protocols LL128 and Simple: us of a ring, us per hop within a
+# node and between nodes, and the fraction of the bandwidth that is reached.
 PROTOCOLS = ((10.0, 1.9, 4.0, 0.92), (8.4, 3.4, 9.6, 1.0))
 
 
 def us_of_ring(us_of_bytes: float, ranks: int, nodes: int) -> float:
-    """By the faster protocol."""
+    """Return the time of a ring by the faster protocol."""
     return min(
         base + (ranks - nodes) * within + (nodes - 1) * between + us_of_bytes / part
         for base, within, between, part in PROTOCOLS
@@ -131,7 +135,9 @@ def us_of_ring(us_of_bytes: float, ranks: int, nodes: int) -> float:
 
 
 def at_nodes(bandwidth: dict[str, float], nodes: int) -> float:
-    """Straight between the given numbers of nodes, by their logarithm; outside them as at the nearest."""
+    """Interpolate linearly in the logarithm of the number of nodes; outside of the table use the nearest
+    entry.
+    """
     known = sorted((int(number), rate) for number, rate in bandwidth.items())
     nodes = min(max(nodes, known[0][0]), known[-1][0])
     fewer, fast = max(each for each in known if each[0] <= nodes)
@@ -140,7 +146,7 @@ def at_nodes(bandwidth: dict[str, float], nodes: int) -> float:
 
 
 def set_machine(machine: dict[str, Any]) -> None:
-    """In a process of the simulated GPU."""
+    """Configure the simulated GPU as a machine. Runs in a process of the simulated GPU."""
     from tests.simulated_gpu import timeline
 
     world_size, per_node = machine["world_size"], machine["gpus_per_node"]
@@ -154,7 +160,7 @@ def set_machine(machine: dict[str, Any]) -> None:
     timeline.set_wire(False, of_node, multiprocessors=within.get("multiprocessors", 0.0))
     if between:
         nodes = math.ceil(world_size / per_node)
-        # for all others, and for a GPU of each node, over which replicas reduce
+        # for all groups, and for groups of one GPU per node, over which replicas reduce
         for key, ranks in ((0, world_size), (nodes, nodes)):
             times = us_by_nbytes(between, ranks, nodes, per_node)
             timeline.set_wire(True, times, key, between.get("multiprocessors", 0.0))
@@ -164,9 +170,9 @@ def set_machine(machine: dict[str, Any]) -> None:
 
 
 def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result:
-    """In a process of the simulated GPU."""
+    """Simulate one row. Runs in a process of the simulated GPU."""
     import torch
-    import torch._meta_registrations  # shapes of the operators that have them in Python alone
+    import torch._meta_registrations  # shapes of operators registered in Python only
     import torch.distributed as dist
 
     from benchmarks import timeline_stalls
@@ -190,7 +196,7 @@ def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result
     tokens = torch.zeros(row.batch, sequence, dtype=torch.long, device="cuda")
     for number in range(4):
         if number == 1:
-            torch.cuda.empty_cache()  # of what was there during the first step alone
+            torch.cuda.empty_cache()  # free the memory that only the first step uses
         if number == 3:
             torch.cuda.reset_peak_memory_stats()
         with timeline.step() as taken, timeline.memory() as memory:
@@ -228,7 +234,7 @@ def train(row: Row, model: Any, optimizer: Any, tokens: Any) -> None:
 
 
 def largest(counted: Counter[Any]) -> list[tuple[int, int, str]]:
-    """By what they take in all."""
+    """Sort blocks by their bytes in all, largest first."""
     blocks = [
         (block.nbytes, count, f"stream {block.stream}" + (", a pool" if block.in_pool else ""))
         for block, count in counted.items()
@@ -237,7 +243,7 @@ def largest(counted: Counter[Any]) -> list[tuple[int, int, str]]:
 
 
 def peaks_MiB() -> tuple[float, float, float]:
-    """Requested, allocated, reserved."""
+    """Return the peaks of requested, allocated and reserved memory."""
     import torch
 
     requested = torch.cuda.memory_stats()["requested_bytes.all.peak"]
@@ -248,7 +254,7 @@ def peaks_MiB() -> tuple[float, float, float]:
 def result_of(
     row: Row, taken: Any, shared: Any, late: float, memory: Any, parameters: int, most: int
 ) -> Result:
-    """Of the step as it is alone, and with what is shared."""
+    """Return the result of a step from its spans without contention (``taken``) and with it (``shared``)."""
     import torch
 
     from benchmarks import timeline_stalls
@@ -258,7 +264,7 @@ def result_of(
     first_and_last = [*gathers[:1], *scatters[-1:]]
     ends = sum(span.end - span.begin for span in first_and_last)
     optimizer = sum(span.end - span.begin for span in taken.main if "fused_adam" in span.name)
-    # the same spans in the step with what is shared
+    # spans of the same serials in the step with contention
     serials = {span.serial for span in first_and_last}
     left_out = [span for span in shared.spans if span.serial in serials]
     return Result(
@@ -285,13 +291,13 @@ def result_of(
 
 
 def memory_of(row: Row) -> dict[str, str]:
-    """What the simulated device is told of it."""
+    """Return the memory of the simulated device as an environment variable."""
     gib = 1024 if row.implementation == ALONE else machine_of(row.machine).get("memory_GiB", 80)
     return {"SIMULATED_GPU_MEMORY": str(int(gib * 2**30))}
 
 
 def in_a_process(row: Row, most: int = 0, trace: str | None = None, spans: str | None = None) -> Result:
-    """The row's result, from a process that it starts."""
+    """Simulate a row in a new process and return its result."""
     from tests.simulated_gpu import timeline
 
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.timeline_row"]
@@ -309,7 +315,7 @@ def in_a_process(row: Row, most: int = 0, trace: str | None = None, spans: str |
 
 
 def in_processes(rows: Sequence[Row], workers: int = 2) -> Iterator[Result]:
-    """The results in the rows' order, each from a process of its own."""
+    """Yield the results in the order of the rows. Each runs in its own process."""
     with ThreadPoolExecutor(workers) as threads:
         yield from threads.map(in_a_process, rows)
 
@@ -318,4 +324,4 @@ if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     result = run_row(Row(**given.pop("row")), **given)
     print(json.dumps(vars(result) | {"row": None}), flush=True)
-    os._exit(0)  # threads of autograd may still be there
+    os._exit(0)  # a normal exit could wait for threads of autograd

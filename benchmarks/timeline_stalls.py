@@ -1,4 +1,4 @@
-"""Where the time of a step of the timeline went, and how it looks."""
+"""Analysis of a step of the timeline: stalls by cause, traces and pictures."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from tests.simulated_gpu.timeline import (
     total,
 )
 
-Stall = tuple[float, str, str]  # how long, what could not begin, and what it waited for
+Stall = tuple[float, str, str]  # us, name of the blocked work, name of its cause
 
 
 class Causes:
-    """What spans waited for, other than their launch."""
+    """Causes for which spans waited after their launch."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._by_serial = {span.serial: span for span in spans}
         self._by_end = {(span.stream, span.end): span for span in spans}
 
     def of(self, span: Span) -> str:
-        """Behind kernels of side streams, what those waited for."""
+        """Return the cause of a span. For a kernel of a side stream, follow the causes of that kernel."""
         cause = self._of(span)
         while cause and cause.kind == COMPUTE and cause.stream > 0:
             if cause.begin > cause.ready:
@@ -52,7 +52,7 @@ def longest(sums: dict[tuple[str, str], float], least: float) -> list[Stall]:
 
 
 def stalls(step: Step, least: float = 1.0, without: Sequence[Span] = ()) -> list[Stall]:
-    """How long the default stream was held up, but for the time in which the spans of ``without`` ran."""
+    """Return the stalls of the default stream. Time in which the spans of ``without`` ran is excluded."""
     sums: dict[tuple[str, str], float] = defaultdict(float)
     host_waits, left_out, causes = busy(step.of(HOST_WAITS)), busy(without), Causes(step.spans)
     for span in step.main:
@@ -69,7 +69,7 @@ def stalls(step: Step, least: float = 1.0, without: Sequence[Span] = ()) -> list
 
 
 def wire_stalls(step: Step, least: float = 1.0) -> list[Stall]:
-    """How long no collective ran between the first and the last."""
+    """Return the times without any collective between the first and the last one."""
     sums: dict[tuple[str, str], float] = defaultdict(float)
     causes, ordered = Causes(step.spans), sorted(step.of(*COMMUNICATION), key=lambda span: span.begin)
     end = ordered[0].begin if ordered else step.begin
@@ -84,7 +84,7 @@ def wire_stalls(step: Step, least: float = 1.0) -> list[Stall]:
 
 
 def trace(step: Step, path: str | Path) -> None:
-    """For https://ui.perfetto.dev, or chrome://tracing."""
+    """Write a trace for https://ui.perfetto.dev or chrome://tracing."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name_of_row(row)}}
         for row in sorted({span.stream for span in step.spans})
@@ -110,8 +110,9 @@ def name_of_row(row: int) -> str:
 
 
 def picture(steps: dict[str, Step], path: str | Path, since: float = 0.0, until: float | None = None) -> None:
-    """The streams of each step, one step above the other, by the same time from its begin; needs
-    matplotlib."""
+    """Draw the streams of each step, aligned at the begin of the steps, one step above the other. Needs
+    matplotlib.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,5 +1,5 @@
-"""All parameters, whole, copied by rank 0 to where an engine would read them: iter_full_params on gloo ranks,
-beside summon_full_params, full state dicts and FSDP2's full_tensor().
+"""Copies of all full parameters on rank 0 into the memory of an inference engine: iter_full_params on gloo
+ranks, compared with summon_full_params, full state dicts and FSDP2's full_tensor().
 
 python -m benchmarks.weight_sync
 python -m benchmarks.weight_sync --layers 4 --times 2 --markdown table.md
@@ -61,7 +61,9 @@ def streamed(**options: Any) -> Callable[[Any], Named]:
 
 
 def ways(args: argparse.Namespace) -> dict[str, tuple[str, Callable[[Any], Named]]]:
-    """Whose model, and how its parameters come, by name."""
+    """Return for each way the implementation that wraps the model and the function that yields its
+    parameters.
+    """
     half: dict[str, Any] = {"dtype": torch.bfloat16}
     return {
         "iter_full_params": ("fsdp_c", streamed()),
@@ -94,7 +96,7 @@ def build(whose: str, args: argparse.Namespace) -> Any:
 
 
 def taken_by(come: Callable[[Any], Named], model: Any, memory: dict[str, Tensor]) -> tuple[float, float]:
-    """Seconds, and those of this process's threads."""
+    """Return the wall time and the CPU time of this process, in seconds."""
     dist.barrier()
     start, used = time.perf_counter(), time.process_time()
     for name, value in come(model):
@@ -110,7 +112,7 @@ def rank_body(rank: int, told: Any, way: str, args: argparse.Namespace) -> None:
     dtype = torch.bfloat16 if "bfloat16" in way else torch.float32
     memory = {name: torch.ones(args.side, args.side, dtype=dtype) for name in names}
     before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     taken = [taken_by(come, model, memory) for _ in range(args.times + 1)][1:]
     peaks = [torch.zeros(1) for _ in range(args.ranks)]
     dist.all_gather(peaks, torch.tensor([status("VmHWM") - before]))

@@ -1,4 +1,5 @@
-"""A step of Muon over sharded parameters on gloo ranks: by owners, by every rank alike, and FSDP2 on DTensors.
+"""A step of Muon on sharded parameters on gloo ranks: by owner ranks, by every rank redundantly, and by FSDP2
+on DTensors.
 
 python -m benchmarks.whole_parameters
 python -m benchmarks.whole_parameters --ranks 4 --width 256 --markdown table.md
@@ -32,7 +33,7 @@ from fsdp_c.optim import WholeParameters
 
 PLAIN = "one rank, plain"
 WAYS = ("WholeParameters", "every rank all", "FSDP2, DTensors", PLAIN)
-COUNTED = ("WholeParameters", "every rank all", PLAIN)  # DTensors pass the counters by
+COUNTED = ("WholeParameters", "every rank all", PLAIN)  # collectives of DTensors bypass the counters
 COLUMNS = (
     "step ms",
     "times the plain step",
@@ -62,7 +63,7 @@ class Layer(nn.Module):
 
 
 class Sent:
-    """Counts what this rank hands to the collectives that both ways of fsdp_c use."""
+    """Counts the bytes that this rank passes to the collectives used by both ways of fsdp_c."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -93,7 +94,7 @@ class Sent:
 
 
 def stepper(way: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[[], Callable[[], None]]]:
-    """The model with gradients, and what makes its optimizer and returns its step."""
+    """Return the model with gradients, and a function that creates the optimizer and returns its step."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(Layer(options.width) for _ in range(options.layers)))
     if way == "FSDP2, DTensors":
@@ -116,7 +117,7 @@ def stepper(way: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[
 
 
 def everywhere(model: nn.Module) -> Callable[[], None]:
-    """Muon over whole copies on each rank, of which its shards then take their part."""
+    """Run Muon on full copies of the parameters on each rank, then copy this rank's shards out of them."""
     assert isinstance(model, FSDP)
     with FSDP.summon_full_params(model, with_grads=True):
         copies = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
@@ -168,8 +169,8 @@ of each block, at best beside each other. The two small all-reduces in which ran
 
 
 def modelled(model_name: str, machine_name: str) -> dict[str, float]:
-    """In a process of the simulated GPU."""
-    import torch._meta_registrations  # shapes of the operators that have them in Python alone
+    """Simulate the step with the model of time. Runs in a process of the simulated GPU."""
+    import torch._meta_registrations  # shapes of operators registered in Python only
 
     from benchmarks.model_shapes import MODELS
     from benchmarks.timeline_models import build
@@ -196,7 +197,7 @@ def modelled(model_name: str, machine_name: str) -> dict[str, float]:
         for whole in wholes:
             whole.owner = {most: (0, 0), (0, 0): most}.get(whole.owner, whole.owner)
 
-    # what ranks tell each other has no values here
+    # exchanged values are undefined here, so set the owners
     whole_parameters._choose_owners = give_most_to_rank_0
     whole_parameters._agree_on_gradients = lambda wholes, _: (dict.fromkeys(wholes, torch.float32), False)
     whole_parameters._raise_everywhere = lambda *_: None
