@@ -1,4 +1,4 @@
-"""Accelerate, with all of FSDP in its config file: nothing here knows of it.
+"""Accelerate, with FSDP configured in its config file. The script itself needs no change for fsdp_c.
 
 accelerate launch --config_file examples/accelerate_fsdp.yaml -m fsdp_c examples/accelerate_fsdp.py
 """
@@ -13,7 +13,7 @@ torch.manual_seed(0)
 layer = nn.TransformerEncoderLayer(32, 4, 128, dropout=0.0, batch_first=True)
 model = nn.Sequential(nn.TransformerEncoder(layer, 3), nn.Linear(32, 10))
 data = TensorDataset(torch.randn(64, 8, 32), torch.randint(10, (64, 8)))
-model = accelerator.prepare(model)  # before the optimizer, which is to have the shards
+model = accelerator.prepare(model)  # before the optimizer, which must get the sharded parameters
 optimizer, loader = accelerator.prepare(
     torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(data, batch_size=8)
 )

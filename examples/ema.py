@@ -1,4 +1,4 @@
-"""An average of the parameters over steps (EMA), as sharded as they are: it evaluates and is saved.
+"""Exponential moving average (EMA) of sharded parameters, used for evaluation and saved in checkpoints.
 
 torchrun --nproc-per-node 2 examples/ema.py             # trains, and saves into runs/ema
 torchrun --nproc-per-node 3 examples/ema.py --resume    # goes on, on any number of ranks
@@ -22,7 +22,7 @@ WIDTH, ROWS, HELD_OUT = 32, 12, 1 << 20
 
 
 class Average:
-    """The exponential average of this rank's shards. Every rank calls ``update`` after each step."""
+    """The exponential average of this rank's shards. Call ``update`` after each step, on every rank."""
 
     def __init__(self, model: FSDP, decay: float = 0.9) -> None:
         self.params, self.decay = list(model.parameters()), decay
@@ -34,7 +34,9 @@ class Average:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Meanwhile the model computes and is saved with the average. Saves in the background wait in here."""
+        """Swap the average into the model for the body, to evaluate or save it. Wait for background saves
+        inside the body.
+        """
         self._swap()
         try:
             yield

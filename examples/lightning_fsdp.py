@@ -1,4 +1,4 @@
-"""Lightning's Trainer with FSDPStrategy: nothing here knows of fsdp_c.
+"""Lightning's Trainer with FSDPStrategy. The script itself needs no change for fsdp_c.
 
 torchrun --nproc-per-node 2 -m fsdp_c examples/lightning_fsdp.py
 """
@@ -24,7 +24,7 @@ class Encoder(LightningModule):
         return loss
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.trainer.model.parameters(), lr=1e-2)  # of the wrapped model
+        return torch.optim.AdamW(self.trainer.model.parameters(), lr=1e-2)  # parameters of the wrapped model
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     OUT/run.json, loss.png, sample.txt
     OUT/step-000200/    a folder of fsdp_c.checkpoint: the shards of all ranks, with checksums
 
-A checkpoint is complete or not there, and loads on any number of ranks, with any strategy, into torch's FSDP
-as well.
+A checkpoint is complete or absent. It loads on any number of ranks, with any strategy, and also into torch's
+FSDP.
 """
 
 import os
@@ -27,18 +27,19 @@ OWN_FILES = (RUN_FILE, "loss.png", "sample.txt")
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether ``folder`` has what is written last."""
+    """Return True if ``folder`` contains .metadata, the last file of a save."""
     return (folder / ".metadata").is_file()
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+    """Return the complete checkpoints of a run, oldest first."""
     return sorted(path for path in folder.glob("step-*") if is_checkpoint(path))
 
 
 def find_checkpoints(resume: str, out: Path) -> list[Path]:
-    """What ``--resume`` means, to be tried in this order: one checkpoint, the newest of a run, or with "auto"
-    all in ``out`` from the newest on, if any."""
+    """Return the checkpoints to try for ``--resume``, in order: a single checkpoint, the newest of a run, or
+    for "auto" all in ``out``, newest first.
+    """
     if resume == "auto":
         return checkpoints_in(out)[::-1]
     folder = Path(resume)
@@ -49,8 +50,9 @@ def find_checkpoints(resume: str, out: Path) -> list[Path]:
 
 
 def open_run_folder(out: Path, *, resumed: Path | None, resume: str | None, overwrite: bool) -> None:
-    """Make ``out``, or take it over where that was asked for: an earlier run to replace, or to continue from
-    its newest checkpoint. Called by one rank."""
+    """Create ``out``, or reuse an earlier run's folder to replace the run or to continue from its newest
+    checkpoint. Called on one rank.
+    """
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file")
     if out.exists() and any(out.iterdir()):
@@ -70,7 +72,7 @@ def open_run_folder(out: Path, *, resumed: Path | None, resume: str | None, over
 
 
 def remove_run(out: Path) -> None:
-    """Remove what this script wrote, and nothing else."""
+    """Remove the files that this script wrote, and no others."""
     for path in out.glob("step-*"):
         shutil.rmtree(path)
     for name in OWN_FILES:
@@ -78,7 +80,7 @@ def remove_run(out: Path) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a temporary file, flush it to disk and give it its name."""
+    """Call ``write`` with a temporary file, flush the file to disk and rename it to ``path``."""
     temporary = path.with_name(f".{path.name}.tmp")
     write(temporary)
     descriptor = os.open(temporary, os.O_RDONLY)
@@ -96,8 +98,9 @@ def save_checkpoint(
     extra: dict[str, Any],
     keep: int,
 ) -> checkpoint.BackgroundSave | None:
-    """Write ``OUT/step-...``, then drop all but the newest ``keep``. Collective. fsdp_c does so beside the
-    next steps, and returns what waits for it."""
+    """Write ``OUT/step-...``, then remove all but the newest ``keep`` checkpoints. Collective. With fsdp_c
+    the save runs in the background and its handle is returned.
+    """
     if isinstance(model, fsdp_c.FullyShardedDataParallel):
         return checkpoint.save(model, optimizer, path, extra=extra, keep=keep, background=True)
     save_of_torch(model, optimizer, path, extra)
@@ -109,8 +112,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Load model and optimizer; returns ``extra``. Collective; InputError on all ranks for a checkpoint of
-    another model, or a damaged one."""
+    """Load model and optimizer and return ``extra``. Collective. Raises InputError on all ranks if the
+    checkpoint is damaged or of another model.
+    """
     try:
         if isinstance(model, fsdp_c.FullyShardedDataParallel):
             return checkpoint.load(model, optimizer, path)
@@ -119,11 +123,11 @@ def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer) ->
         raise InputError(str(error)) from error
 
 
-# With --impl torch or --against torch: the same files by torch's own means
+# The same files through torch.distributed.checkpoint, for --impl torch and --against torch.
 
 
 def save_of_torch(model: Any, optimizer: torch.optim.Optimizer, path: Path, extra: dict[str, Any]) -> None:
-    """Under another name until it is complete; torch.distributed.checkpoint leaves that to its caller."""
+    """Save under a temporary name and rename at the end: torch.distributed.checkpoint writes in place."""
     states = get_state_dict(model, optimizer)
     temporary = path.with_name(f".{path.name}")
     dcp.save({"model": states[0], "optim": states[1], "extra": extra}, checkpoint_id=temporary)
@@ -134,7 +138,7 @@ def save_of_torch(model: Any, optimizer: torch.optim.Optimizer, path: Path, extr
 
 
 def load_of_torch(model: Any, optimizer: torch.optim.Optimizer, path: Path) -> dict[str, Any]:
-    """Into torch's FSDP."""
+    """Load a checkpoint into torch's FSDP."""
     extra = checkpoint.load(torch.nn.Module(), None, path, strict=False)
     states = get_state_dict(model, optimizer)
     dcp.load({"model": states[0], "optim": states[1]}, checkpoint_id=path)

@@ -1,4 +1,4 @@
-"""Text as bytes: where it comes from, how it is split, which pieces a step sees."""
+"""Training text as bytes: loading, split, and the batches of each step."""
 
 import math
 import sysconfig
@@ -15,12 +15,12 @@ MAX_NBYTES = 64 << 20
 
 
 class InputError(Exception):
-    """What the user gave cannot be used; the message says why and what would do."""
+    """Unusable input from the user. The message names the reason and a remedy."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """One text in two pieces; uint8, one dimension."""
+    """A text split in two: training and held-out, each uint8 and 1-D."""
 
     source: str
     train: Tensor
@@ -28,15 +28,18 @@ class Text:
     checksum: int
 
     def unigram_entropy(self) -> float:
-        """Nats per byte of the held-out text: no model that ignores the context can do better on it."""
+        """Return the unigram entropy of the held-out text in nats per byte, a lower bound for models that
+        ignore the context.
+        """
         counts = torch.bincount(self.held_out.long(), minlength=256).double()
         p = counts[counts > 0] / counts.sum()
         return float(-(p * p.log()).sum())
 
 
 def load_text(path: str | None, context: int) -> Text:
-    """The text of a file or a folder, by default of Python's own standard library. InputError if it is no
-    use."""
+    """Load the text of a file or folder; by default the source of Python's standard library. Raises
+    InputError if the text is unusable.
+    """
     source, files = (str(path), files_of(Path(path))) if path else standard_library()
     content = read_all(files)
     needed = math.ceil((context + 2) / HELD_OUT_FRACTION)
@@ -49,7 +52,7 @@ def load_text(path: str | None, context: int) -> Text:
 
 
 def files_of(path: Path) -> list[Path]:
-    """A file, or the files of a folder that are neither hidden nor in a hidden folder."""
+    """Return the file itself, or the files of a folder, except hidden ones and those in hidden folders."""
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -62,8 +65,7 @@ def is_hidden(path: Path) -> bool:
 
 
 def standard_library() -> tuple[str, list[Path]]:
-    """The source files of the running Python's standard library, its tests and installed packages left
-    out."""
+    """Return the source files of the running Python's standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = [file for file in root.rglob("*.py") if not skipped.intersection(file.relative_to(root).parts)]
@@ -71,7 +73,7 @@ def standard_library() -> tuple[str, list[Path]]:
 
 
 def read_all(files: Iterable[Path]) -> bytes:
-    """The text files one after the other, in an order that mixes folders and is the same on every machine."""
+    """Concatenate the text files in an order that mixes folders and is equal on every machine."""
     content = bytearray()
     for file in sorted(files, key=lambda file: (zlib.crc32(file.name.encode()), str(file))):
         try:
@@ -87,7 +89,7 @@ def read_all(files: Iterable[Path]) -> bytes:
 
 @dataclass(frozen=True)
 class Batches:
-    """Which pieces of the text a rank sees: a function of the step alone, so resuming changes nothing."""
+    """Batches of this rank. They depend only on the step, so that a resumed run sees the same batches."""
 
     text: Text
     context: int
@@ -97,20 +99,22 @@ class Batches:
     world_size: int
 
     def training(self, step: int, micro_steps: int) -> list[tuple[Tensor, Tensor]]:
-        """This rank's (inputs, targets) of one step, each (batch, context)."""
+        """Return this rank's (inputs, targets) of one step, each (batch, context)."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         shape = (micro_steps, self.world_size, self.batch)
         starts = torch.randint(len(self.text.train) - self.context, shape, generator=generator)
         return [self.cut(self.text.train, row[self.rank]) for row in starts]
 
     def evaluation(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's part of ``count`` batches per rank, spread evenly over the held-out text."""
+        """Yield this rank's ``count`` batches of the held-out text. The batches of all ranks are spread
+        evenly over it.
+        """
         last = len(self.text.held_out) - self.context - 1
         starts = torch.linspace(0, last, count * self.world_size * self.batch).long()
         for row in starts.view(count, self.world_size, self.batch):
             yield self.cut(self.text.held_out, row[self.rank])
 
     def cut(self, data: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """The windows that begin at ``starts`` and the same shifted by one byte."""
+        """Return the windows that begin at ``starts``, and the same windows shifted by one byte."""
         windows = data[starts[:, None] + torch.arange(self.context + 1)].long()
         return windows[:, :-1], windows[:, 1:]

@@ -1,4 +1,4 @@
-"""A byte-level GPT: plain PyTorch, no word about sharding."""
+"""A byte-level GPT in plain PyTorch, without sharding."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-VOCABULARY = 256  # bytes
+VOCABULARY = 256  # one token per byte value
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes that make two checkpoints interchangeable."""
+    """The sizes of a model. Checkpoints are interchangeable between models of equal sizes."""
 
     layers: int = 6
     width: int = 256
@@ -37,7 +37,7 @@ class Block(nn.Module):
         return x + self.mlp_out(F.gelu(self.mlp_in(self.norm_mlp(x))))
 
     def attend(self, x: Tensor) -> Tensor:
-        """Causal attention of all heads, before the output projection."""
+        """Return causal attention of all heads, before the output projection."""
         batch, time, width = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         return (
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (batch, time) to logits (batch, time, 256)."""
+    """Map bytes (batch, time) to logits (batch, time, 256)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -61,8 +61,9 @@ class GPT(nn.Module):
         self.apply(self.init_weights)
 
     def init_weights(self, module: nn.Module) -> None:
-        """Unit variance through a block, less where it writes into the residual stream; logits that begin
-        near zero."""
+        """Initialize for unit variance through a block, smaller outputs into the residual stream, and logits
+        near zero.
+        """
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.5)
         if isinstance(module, nn.Linear):
@@ -85,7 +86,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def generate(model: GPT, prompt: bytes, length: int, temperature: float = 0.8, seed: int = 0) -> bytes:
-    """``prompt`` and ``length`` sampled bytes after it, from an unwrapped model."""
+    """Return ``prompt`` followed by ``length`` sampled bytes. The model must not be wrapped."""
     device = model.head.weight.device
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor(list(prompt), device=device)[None]

@@ -1,4 +1,4 @@
-"""A training script for torch's FSDP1 as one finds it: it knows nothing of fsdp_c.
+"""An ordinary training script for torch's FSDP1. The script itself needs no change for fsdp_c.
 
 torchrun --nproc-per-node 2 examples/plain_torchrun.py               # torch's FSDP1
 torchrun --nproc-per-node 2 -m fsdp_c examples/plain_torchrun.py     # fsdp_c, the same losses
@@ -49,7 +49,7 @@ def wrap(model: nn.Module, device: torch.device, bf16: bool) -> FSDP:
 
 def train(model: FSDP, args: argparse.Namespace, device: torch.device) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())  # every rank has data of its own
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())  # different data on every rank
     for step in range(args.steps):
         inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=generator).to(device)
         targets = torch.randint(CLASSES, (BATCH, LENGTH), generator=generator).to(device)

@@ -1,4 +1,4 @@
-"""QLoRA: adapters beside bitsandbytes' frozen 4-bit weights, sharded as they lie in memory.
+"""QLoRA: adapters beside bitsandbytes' frozen 4-bit weights, which are sharded in their packed form.
 
 torchrun --nproc-per-node 2 examples/qlora.py
 """
@@ -18,11 +18,11 @@ from fsdp_c.wrap import ModuleWrapPolicy, split_frozen
 def in_4_bits(layer):
     result = bnb.nn.Linear4bit(layer.in_features, layer.out_features, bias=False, quant_type="nf4")
     result.load_state_dict(layer.state_dict())
-    return result  # quantized as it is moved to its device
+    return result  # quantized when it is moved to its device
 
 
 def build_model(device):
-    # yours: from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True, ...))
+    # in your script: from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True, ...))
     torch.manual_seed(0)
     config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **config))
@@ -44,7 +44,7 @@ def main():
     )  # on GPUs: "nccl", and torch.device("cuda", LOCAL_RANK)
     with (
         split_frozen()
-    ):  # 4-bit weights and adapters of a layer are gathered together, and only adapters are reduced
+    ):  # one unit per layer: 4-bit weights and adapters are all-gathered together, only adapters reduced
         model = FSDP(
             build_model(device), auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}), device_id=device
         )

@@ -1,6 +1,6 @@
 """A test of FSDP code that needs no GPU: see ci_without_gpu.yml.
 
-The code is as it runs on GPUs. Where torch finds none, torch's FSDP1 raises instead of wrapping the model.
+The tested code is the same as on GPUs. Without a GPU torch's FSDP1 raises when it wraps a model.
 """
 
 import pytest

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --data my_text/ --out runs/mine --mixed-precision bf16
     torchrun --nproc-per-node 2 examples/train_lm.py --out runs/mine --resume auto
 
-On GPUs with NCCL where there is one for each rank, else on the CPU with gloo. ``--impl torch`` trains with
-torch's own FSDP; ``--against torch`` trains a second time with it and prints the largest difference.
+Ranks use GPUs with NCCL if there is a GPU per rank, else the CPU with gloo. ``--impl torch`` trains with
+torch's own FSDP. ``--against torch`` trains a second time with it and prints the largest difference.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 from fsdp_c.checkpoint import BackgroundSave
 
-# The same names come from either: choosing one is all that differs.
+# Both packages export the same names, so the choice of a package is the only difference.
 IMPLEMENTATIONS = {"fsdp_c": "fsdp_c", "torch": "torch.distributed.fsdp"}
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 PRECISIONS: dict[str, dict[str, torch.dtype] | None] = {
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
-    """One error message, not one per rank."""
+    """An argument parser that prints an error on one rank only."""
 
     def error(self, message: str) -> NoReturn:
         if int(os.environ.get("RANK", "0")) == 0:
@@ -145,7 +145,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others, and where it computes."""
+    """This process' rank, the number of ranks, and its device."""
 
     rank: int
     world_size: int
@@ -161,7 +161,7 @@ class Ranks:
             sys.stdout.flush()
 
     def agree(self, work: Callable[[], T]) -> T:
-        """The result of ``work``; where it fails with InputError on any rank, InputError on all of them."""
+        """Return the result of ``work``. Raises InputError on all ranks if ``work`` raises it on any rank."""
         result, error = None, None
         try:
             result = work()
@@ -175,7 +175,7 @@ class Ranks:
 
 
 def start_ranks(device_name: str) -> Ranks:
-    """Join the ranks that torchrun started; without torchrun, be the only one."""
+    """Join the process group of torchrun; without torchrun, create a group of one rank."""
     local_rank, local_world_size = (
         int(os.environ.get("LOCAL_RANK", 0)),
         int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
@@ -194,7 +194,7 @@ def start_ranks(device_name: str) -> Ranks:
 
 @dataclass
 class Progress:
-    """How far a run has come. Losses are nats per byte, means over the ranks."""
+    """The progress of a run. Losses are nats per byte, averaged over the ranks."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -202,7 +202,7 @@ class Progress:
 
 
 class Trainer:
-    """One model, its optimizer and its progress, with either implementation of FSDP."""
+    """A model wrapped by one implementation of FSDP, its optimizer and its progress."""
 
     def __init__(self, implementation: str, args: argparse.Namespace, ranks: Ranks, text: Text) -> None:
         self.fsdp = importlib.import_module(IMPLEMENTATIONS[implementation])
@@ -217,7 +217,7 @@ class Trainer:
         )
 
     def wrap(self, model: GPT) -> Any:
-        """One FSDP unit per block, and one for the rest."""
+        """Wrap each block as a unit; the root unit holds the other parameters."""
         wrap = importlib.import_module(IMPLEMENTATIONS[self.implementation] + ".wrap")
         precision = PRECISIONS[self.args.mixed_precision]
         return self.fsdp.FullyShardedDataParallel(
@@ -232,7 +232,7 @@ class Trainer:
     # Training
 
     def train(self, out: Path | None) -> None:
-        """Train up to the last step. Evaluates on the way; checkpoints to ``out`` unless that is None."""
+        """Train up to the last step, with evaluations. Write checkpoints to ``out`` unless it is None."""
         args, progress = self.args, self.progress
         bar = tqdm(
             total=args.steps,
@@ -263,7 +263,7 @@ class Trainer:
         bar.close()
 
     def train_step(self, step: int) -> float:
-        """One optimizer step; returns the mean loss over micro steps and ranks."""
+        """Run one optimizer step and return the mean loss over micro steps and ranks."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.args.lr * self.schedule(step)
         micro_batches = self.batches.training(step, self.args.accumulate)
@@ -280,7 +280,7 @@ class Trainer:
         return self.mean_over_ranks(total)
 
     def schedule(self, step: int) -> float:
-        """Linear warmup, then a cosine down to a tenth."""
+        """Return the factor of the learning rate: linear warmup, then a cosine decay to a tenth."""
         if step < self.args.warmup:
             return (step + 1) / self.args.warmup
         done = (step - self.args.warmup) / max(1, self.args.steps - self.args.warmup)
@@ -296,7 +296,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Note and print the loss on the held-out text."""
+        """Record and print the loss on the held-out text."""
         self.model.eval()
         batches = self.batches.evaluation(self.args.eval_batches)
         losses = [self.loss(inputs, targets) for inputs, targets in batches]
@@ -312,19 +312,20 @@ class Trainer:
     # State
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """A copy of all unsharded parameters under the names of the plain model. Collective."""
+        """Return a copy of all unsharded parameters, by their names in the plain model. Collective."""
         with self.fsdp.FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
             return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
     def save(self, out: Path) -> BackgroundSave | None:
-        """Write a checkpoint, or begin to. Collective."""
+        """Write a checkpoint, in the background with fsdp_c. Collective."""
         extra = {"data": self.batches.text.checksum} | asdict(self.progress)
         path = out / f"step-{self.progress.step:06d}"
         return save_checkpoint(path, self.model, self.optimizer, extra, self.args.keep)
 
     def load(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint. Collective; InputError on all ranks if it is damaged or of another
-        model."""
+        """Continue from a checkpoint. Collective. Raises InputError on all ranks if it is damaged or of
+        another model.
+        """
         extra = load_checkpoint(checkpoint, self.model, self.optimizer)
         try:
             evaluations = [(step, nats) for step, nats in extra["evaluations"]]
@@ -335,7 +336,7 @@ class Trainer:
             self.ranks.say(f"note: {checkpoint} was trained on another text")
 
     def load_first(self, checkpoints: list[Path]) -> Path | None:
-        """Continue from the first checkpoint that is good, and say which are not. Collective."""
+        """Continue from the first intact checkpoint and print each damaged one. Collective."""
         for index, checkpoint in enumerate(checkpoints):
             try:
                 self.load(checkpoint)
@@ -352,7 +353,7 @@ def in_bits(nats: float) -> str:
 
 
 def draw_losses(progress: Progress, entropy: float, path: Path) -> None:
-    """The loss curve as PNG."""
+    """Write the loss curve as PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -367,7 +368,7 @@ def draw_losses(progress: Progress, entropy: float, path: Path) -> None:
 
 
 def write_sample(trainer: Trainer, parameters: dict[str, Tensor], out: Path) -> None:
-    """Let the trained model continue the beginning of the held-out text."""
+    """Write the trained model's continuation of the beginning of the held-out text."""
     plain = GPT(trainer.config).to(trainer.ranks.device)
     plain.load_state_dict(parameters)
     prompt = bytes(trainer.batches.text.held_out[: min(64, trainer.config.context)].tolist())
@@ -377,7 +378,7 @@ def write_sample(trainer: Trainer, parameters: dict[str, Tensor], out: Path) -> 
 
 
 def largest_difference(ours: Trainer, theirs: Trainer) -> float:
-    """Print and return the largest difference of any loss or parameter of two runs. Collective."""
+    """Print and return the largest difference of any loss or parameter between two runs. Collective."""
     losses = max(
         (abs(a - b) for a, b in zip(ours.progress.losses, theirs.progress.losses, strict=True)), default=0.0
     )
@@ -391,8 +392,9 @@ def largest_difference(ours: Trainer, theirs: Trainer) -> float:
 
 
 def prepare(args: argparse.Namespace, ranks: Ranks) -> tuple[Text, list[Path]]:
-    """The text and the checkpoints to try to start from. Collective; InputError on all ranks where either is
-    no use."""
+    """Return the text and the checkpoints to try. Collective. Raises InputError on all ranks if either is
+    unusable.
+    """
     text = ranks.agree(lambda: load_text(args.data, args.context))
     checksums = [0] * ranks.world_size
     dist.all_gather_object(checksums, text.checksum)
@@ -413,7 +415,7 @@ def describe(trainer: Trainer) -> str:
 
 
 def run(args: argparse.Namespace, ranks: Ranks) -> int:
-    """The whole job; returns the exit status."""
+    """Run the whole job and return the exit status."""
     text, checkpoints = prepare(args, ranks)
     trainer = Trainer(args.impl, args, ranks, text)
     checkpoint = trainer.load_first(checkpoints)
@@ -431,7 +433,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
     if ranks.is_first:
         draw_losses(trainer.progress, text.unigram_entropy(), args.out / "loss.png")
         write_sample(trainer, parameters, args.out)
-    # no rank leaves while the first still draws and writes
+    # other ranks wait until the first has drawn and written its files
     dist.barrier(device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None)
     ranks.say(f"checkpoints, loss curve and sample are in {args.out}")
     if not args.against:
@@ -445,13 +447,13 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def main() -> int:
-    # torch calls FSDP1's state dict selection deprecated
+    # torch deprecates the selection of state dicts that FSDP1 uses
     warnings.filterwarnings("ignore", category=FutureWarning)
     args = parse_arguments()
     try:
         return run(args, start_ranks(args.device))
     except InputError as error:
-        # One message and one failing rank: torchrun would end the others before the first had spoken.
+        # One rank prints and fails. If all failed, torchrun could end the first before it prints.
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return 2

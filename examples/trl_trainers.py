@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer and DPOTrainer: FSDP stands in their arguments, as with transformers' Trainer.
+"""TRL's SFTTrainer and DPOTrainer, with FSDP in their arguments as for transformers' Trainer.
 
 torchrun --nproc-per-node 2 -m fsdp_c examples/trl_trainers.py sft
 torchrun --nproc-per-node 2 -m fsdp_c examples/trl_trainers.py dpo
@@ -38,7 +38,7 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
 
 
-def build_model():  # yours: AutoModelForCausalLM.from_pretrained(...)
+def build_model():  # in your script: AutoModelForCausalLM.from_pretrained(...)
     torch.manual_seed(0)
     config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=257, **config))
@@ -53,7 +53,7 @@ def dpo(model, tokenizer):
     rows = [{"prompt": f"{n} and {n} are", "chosen": f" {2 * n}.", "rejected": f" {n}."} for n in range(16)]
     return DPOTrainer(
         model,
-        copy.deepcopy(model),  # the reference, wrapped as the model is
+        copy.deepcopy(model),  # reference model, wrapped like the trained model
         DPOConfig("runs/dpo", **OPTIONS),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,

@@ -1,5 +1,5 @@
-"""Weights of sharded trainers, sent to an engine that generates in a process of its own, as frameworks for
-reinforcement learning do.
+"""Weight transfer from sharded trainers to an inference engine in another process, as in frameworks for
+reinforcement learning.
 
 torchrun --nproc-per-node 2 examples/weight_sync.py
 """
@@ -13,7 +13,7 @@ import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import ModuleWrapPolicy
 
-SLOTS, SLOT_NBYTES = 2, 32 * 1024  # for real models "1GB", but no less than the largest tensor
+SLOTS, SLOT_NBYTES = 2, 32 * 1024  # for real models "1GB", and at least the largest tensor
 
 
 def build_model():
@@ -23,7 +23,7 @@ def build_model():
 
 
 def engine(slots, free, requests):
-    """Generates for whoever asks, and loads the weights that it finds in shared memory."""
+    """Answer generation requests and load weights from shared memory, until the request None."""
     torch.set_num_threads(1)
     model = build_model()
     weights = model.state_dict()
@@ -31,7 +31,7 @@ def engine(slots, free, requests):
         kind, content = request
         if kind == "weights":
             slot, tensors = content
-            # vLLM: load_weights([(name, weight), ...])
+            # with vLLM: load_weights([(name, weight), ...])
             for name, begin, end, dtype, shape in tensors:
                 weights[name].copy_(slots[slot][begin:end].view(dtype).view(shape))
             free.release()
@@ -55,7 +55,8 @@ class Sender:
         data = weight.contiguous().view(-1).view(torch.uint8)
         if self.used + len(data) > SLOT_NBYTES:
             self.hand_over()
-        if not self.tensors and not self.free.acquire(timeout=60):  # while the engine loads the other slot
+        # waits while the engine loads the other slot
+        if not self.tensors and not self.free.acquire(timeout=60):
             raise RuntimeError("the engine loads no weights any more")
         begin, end = self.used, self.used + len(data)
         self.slots[self.slot, begin:end].copy_(data)
@@ -68,8 +69,10 @@ class Sender:
 
 
 def sync(trainer, sender):
-    """At any time one unit is gathered, the one before is copied into a slot, and the engine loads from another."""
-    # where the engine computes in it: dtype=torch.bfloat16, which is also what is gathered then
+    """Send all weights. Meanwhile one unit is unsharded, the previous one is copied into a slot, and the
+    engine loads the other slot.
+    """
+    # with an engine in bf16, dtype=torch.bfloat16 also all-gathers in bf16
     for name, weight in fsdp_c.iter_full_params(trainer, rank0_only=True, max_nbytes=SLOT_NBYTES):
         sender.put(name, weight)
     if sender:
@@ -77,7 +80,7 @@ def sync(trainer, sender):
 
 
 def rollout(prompts, sender):
-    """What the engine answers to the prompts of this rank."""
+    """Return the engine's outputs for this rank's prompts."""
     asked = [torch.empty_like(prompts) for _ in range(dist.get_world_size())] if sender else None
     dist.gather(prompts, asked)
     if sender:
@@ -99,7 +102,7 @@ def main():
     prompts = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
 
     for step in range(4):
-        actions = rollout(prompts, sender).argmax(-1)  # by the weights of the last step
+        actions = rollout(prompts, sender).argmax(-1)  # actions of the weights of the last step
         loss = nn.functional.cross_entropy(trainer(prompts).flatten(0, 1), actions.flatten())
         loss.backward()
         optimizer.step()
