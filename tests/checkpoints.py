@@ -1,5 +1,4 @@
-"""Helpers for tests of checkpoints: all values of one, and saves of one number throughout in processes that
-are killed."""
+"""Helpers for tests of checkpoints: reading all values of one, and saves in processes that are killed."""
 
 from __future__ import annotations
 
@@ -25,25 +24,27 @@ PAGE = ROOT / "docs" / "checkpoints.md"
 
 
 def code_of_page(heading: str) -> str:
-    """The block of Python below a heading of docs/checkpoints.md."""
+    """Return the Python code block below a heading of docs/checkpoints.md."""
     _, below = PAGE.read_text().split(f"\n## {heading}\n")
     return below.partition("\n## ")[0].split("```python\n")[1].partition("```")[0]
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """Every entry of a checkpoint, whole, by key."""
+    """Return every entry of a checkpoint by key, unsharded."""
     found = read_checkpoint(path)
     return read_entries(found, found.entries)
 
 
 def pickle_of(content: bytes) -> bytes:
-    """A ``.metadata`` of ours without its end: a line of JSON, and one that says how long that is."""
+    """Return a ``.metadata`` of fsdp_c without its last two lines: a line of JSON, and a line with its
+    length.
+    """
     last = content.splitlines(keepends=True)[-1]
     return content[: -len(last) - int(last.split()[2], 16)]
 
 
 def with_right_checksums(path: Path, layout: bytes) -> None:
-    """Put another layout beside the data, as who forges one would."""
+    """Replace the layout of a checkpoint and update its checksum, as a forger would."""
     footer, content = read_footer(path), (path / METADATA).read_bytes()
     assert footer is not None
     (path / footer.data / LAYOUT).write_bytes(layout)
@@ -52,7 +53,7 @@ def with_right_checksums(path: Path, layout: bytes) -> None:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """The keys whose values differ between two checkpoints, or that only one of them has."""
+    """Return the keys that differ in value between two checkpoints or are in one of them only."""
     ours, theirs = contents(one), contents(other)
     shared = ours.keys() & theirs.keys()
     return sorted(
@@ -68,7 +69,7 @@ def _same(one: Any, other: Any) -> bool:
 
 @torch.no_grad()
 def fill(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> None:
-    """Every parameter and every tensor of the optimizer's state becomes ``version``."""
+    """Fill every parameter and every tensor of the optimizer's state with ``version``."""
     for param in model.parameters():
         param.fill_(version)
         for value in optimizer.state[param].values():
@@ -80,7 +81,7 @@ def plain() -> nn.Module:
 
 
 def model_of(version: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Every parameter and every tensor of the optimizer's state is ``version``."""
+    """Return a model and an optimizer whose parameters and state tensors are all ``version``."""
     model = plain()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 40)).sum().backward()
@@ -104,7 +105,7 @@ def loaded_version(path: Path, model: nn.Module | None = None) -> int:
 def save_versions(
     model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, first: int, report: int, background: bool
 ) -> None:
-    """One save after the other, telling before and after each through the file descriptor ``report``."""
+    """Save version after version. Each begin and end is written to the file descriptor ``report``."""
     for version in range(first, first + 1000):
         fill(model, optimizer, version)
         os.write(report, f"begin {version}\n".encode())
@@ -115,7 +116,7 @@ def save_versions(
 def save_version(
     model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, version: int, background: bool
 ) -> None:
-    """In the background beside writes to all that was saved."""
+    """Save one version. All saved values are overwritten while a background save runs."""
     extra = {"version": version}
     handle = checkpoint.save(model, optimizer, path, extra=extra, background=background)
     fill(model, optimizer, -1)
@@ -139,10 +140,11 @@ _CALLS = {
 
 
 def killed_at(call: int, work: Callable[[], object]) -> bool:
-    """Do ``work`` in a forked process that kills itself before its ``call``th call that changes what is on
-    disk or locked there, or lists it; whether it came so far."""
+    """Run ``work`` in a forked process that kills itself before its ``call``th file system call that changes,
+    locks or lists files. Return True if that call was reached.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: they are idle
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads warns; the threads are idle
         child = os.fork()
     if child == 0:
         left = call

@@ -1,6 +1,6 @@
-"""Where collectives differ between versions of torch: their names, and what the fake group answers.
+"""Differences of collectives between versions of torch: their names, and the results of the fake group.
 
-The gather and the reduction of one tensor have new names beside the old since torch 2.13.
+Since torch 2.13 the all-gather and reduce-scatter of single tensors have new names beside the old ones.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ REDUCE_SCATTERS = ["reduce_scatter_single", "reduce_scatter_tensor"] if _NEW els
 
 
 def init_fake_group(rank: int, world_size: int) -> None:
-    """One rank of a group without others: it gathers its own shard alone, and its chunk is reduced with
-    nothing."""
+    """Initialize one rank of a group without peers. An all-gather yields the rank's own shard only, and a
+    reduce-scatter returns the rank's own chunk.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    if torch_version() < (2, 13):  # where the output of a reduction stays as it was allocated
+    # the fake group of older versions leaves the output of a reduction uninitialized
+    if torch_version() < (2, 13):
         dist.ProcessGroup._reduce_scatter_base = _take_own_chunk
 
 
 def fake_ranks(rank: int, world_size: int) -> Any:
-    """The fixture of a module whose tests are one rank of a group without others."""
+    """Return a module fixture that makes the module's tests run as one rank of a group without peers."""
 
     @pytest.fixture(scope="module", autouse=True)
     def group() -> Iterator[None]:

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 
-if ROOT not in sys.path:  # rank processes import the test modules by name
+if ROOT not in sys.path:  # rank processes import test modules by name
     sys.path.insert(0, ROOT)
 
 from tests.simulated_gpu import not_on_cuda  # noqa: E402  (needs the path above)
@@ -26,9 +26,10 @@ from tests.simulated_gpu import not_on_cuda  # noqa: E402  (needs the path above
 
 @pytest.fixture(scope="module")
 def units_left_by_others_unseen() -> Iterator[None]:
-    """``install()`` does not count the units of torch's FSDP1 that are there already.
+    """Hide existing units of torch's FSDP1 from ``install()``, which counts them.
 
-    They keep themselves alive after a forward without a backward, through references that no collector sees.
+    A unit with a forward but no backward keeps itself alive through references that the garbage collector
+    does not see.
     """
     gc.collect()
     gc.freeze()
@@ -75,11 +76,11 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ[f"FSDP_C_TEST_{name.upper()}"] = str(value)
     if not is_worker(config):  # what tests, their ranks and commands leave lies in one folder
         tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="fsdp_c-tests-")
-        Path(tempfile.tempdir).chmod(0o755)  # some tests become another user
+        Path(tempfile.tempdir).chmod(0o755)  # some tests change to another user
 
 
 def is_worker(config: pytest.Config) -> bool:
-    """Of pytest-xdist."""
+    """Return True in a worker process of pytest-xdist."""
     return hasattr(config, "workerinput")
 
 
@@ -126,5 +127,5 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("shard") != (1, 1):
         session.exitstatus = pytest.ExitCode.OK  # the others have them
     if not is_worker(session.config) and not session.testsfailed:
-        # after multiprocessing has removed its own, at the interpreter's end
+        # runs after multiprocessing has removed its own folder at exit
         Finalize(None, shutil.rmtree, args=[tempfile.gettempdir(), True], exitpriority=-200)

@@ -1,7 +1,7 @@
-"""What torch's FSDP1 and fsdp_c say when the same thing goes wrong.
+"""Comparison of errors and warnings of torch's FSDP1 and fsdp_c for the same mistakes.
 
-A row names an error or warning by its id, the phrase by which torch's is known, and a body that provokes it
-in either implementation. Torch's message holds the phrase, ours begins with it: the check reads both.
+A row contains an id, a phrase of torch's message, and a function that provokes the error in either
+implementation. Torch's message must contain the phrase, and ours must begin with it.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ CPU = torch.device("cpu")
 
 
 class Implementation(NamedTuple):
-    """Either implementation, under the names that both have."""
+    """An implementation of FSDP, with the modules and names that both have."""
 
     FSDP: Any
     FlatParameter: Any
-    flat_param: Any  # the module of the handle
+    flat_param: Any  # the module of FlatParamHandle
     Scaler: Any
     logger: str
-    wrapping: Any  # the module of policies; ours stands in where torch has none
+    wrapping: Any  # the module of wrap policies; ours if torch has none
 
     @property
     def is_torchs(self) -> bool:
         return self.FSDP is TorchFSDP
 
     def wrap(self, module: nn.Module, **kwargs: Any) -> Any:
-        """A unit that computes on the rank's device, which torch's has to be told."""
+        """Wrap ``module`` as a unit on the rank's device."""
         return self.FSDP(module, **{"device_id": device(), **kwargs})
 
     def nested(self, **kwargs: Any) -> Any:
-        """A root with one inner unit, ``second``."""
+        """Return a root with one inner unit, ``second``."""
         return self.wrap(Net(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **kwargs)
 
     def unsharded(self) -> Any:
-        """A unit of NO_SHARD; what construction warns of is not said."""
+        """Return a unit of NO_SHARD. Warnings of its construction are ignored."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return self.wrap(Net(), sharding_strategy=ShardingStrategy.NO_SHARD)
@@ -83,17 +83,17 @@ class Net(nn.Module):
 
 
 class Row(NamedTuple):
-    """What one row of the list of errors asks for."""
+    """One expected error or warning."""
 
-    id: str  # of the list, and which of several with that id
-    kind: type[BaseException] | type[logging.LogRecord]  # an exception, a warning, or a line of the log
+    id: str  # id in the list of errors, with a suffix if several rows share it
+    kind: type[BaseException] | type[logging.LogRecord]  # an exception, a warning, or a log record
     phrase: str
     provoke: Callable[[Implementation], Any]
-    also: str = ""  # a regular expression for what programs match besides
-    ours: str = ""  # a regular expression for what our message says of its own
-    whole: bool = False  # there is no more in torch's than programs match: what is ours stands in a note
+    also: str = ""  # regular expression for other text that programs match
+    ours: str = ""  # regular expression for text that only our message has
+    whole: bool = False  # torch's whole message is matched by programs: our additions are in a note
     torchs: tuple[type[BaseException], str] | None = (
-        None  # where the installed torch raises or says something else
+        None  # None: kind and phrase, if the installed torch raises something else
     )
 
 
@@ -104,7 +104,9 @@ class Said(NamedTuple):
 
 
 def check(row: Row) -> None:
-    """Both implementations say it, as the same kind of thing, and ours begins with the phrase."""
+    """Check that both implementations report the error with the same kind, and that our message begins with
+    the phrase.
+    """
     torchs, ours = said(TORCHS, row), said(OURS, row)
     both = f"torch: {torchs}\nours: {ours}"
     torchs_kind, torchs_phrase = row.torchs or (row.kind, row.phrase)
@@ -113,19 +115,19 @@ def check(row: Row) -> None:
     assert ours.text.startswith(row.phrase), both
     assert re.search(row.also, torchs.text) and re.search(row.also, ours.text), both
     assert re.search(row.ours, f"{ours.text}\n{ours.notes}", re.DOTALL), both
-    # before Python 3.11 a note is in the message
+    # before Python 3.11 notes are part of the message
     assert (ours.text.splitlines()[0] == torchs.text) == row.whole, both
 
 
 def said(implementation: Implementation, row: Row) -> Said:
-    """What the body of ``row`` makes ``implementation`` say: its exception, or the first warning with the
-    phrase."""
+    """Return the error raised by ``implementation`` for ``row``, or else the first warning with the phrase."""
     error = None
     with collected(implementation.logger) as collection:
         try:
             row.provoke(implementation)
         except Exception as caught:
-            # of frames, in which this one is: what torch left open in them is closed now, not amid another test
+            # Drop the traceback's frames, this one included: contexts that torch left open in them close now,
+            # not inside another test.
             error = caught.with_traceback(None)
     if not issubclass(row.kind, (Warning, logging.LogRecord)):
         assert error is not None, f"{row.id}: nothing was raised"
@@ -138,8 +140,9 @@ def said(implementation: Implementation, row: Row) -> Said:
 
 
 def forget_torchs_units() -> None:
-    """Those that ran are never collected; as plain modules they are in no one's way who asks for living
-    units."""
+    """Turn torch's units into plain modules: units that ran are never collected, and a search for live units
+    would find them.
+    """
     for found in gc.get_objects():
         if type(found) is TorchFSDP:
             found.__class__ = nn.Module
@@ -147,7 +150,7 @@ def forget_torchs_units() -> None:
 
 @contextlib.contextmanager
 def collected(logger: str) -> Iterator[list[Said]]:
-    """The warnings, and the lines of ``logger`` from INFO on; complete at exit."""
+    """Collect warnings, and log records of ``logger`` from INFO on. The list is complete at exit."""
     found: list[Said] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: found.append(Said(logging.LogRecord, record.getMessage(), ""))  # type: ignore[method-assign]
@@ -165,8 +168,9 @@ KINDS = {"LogRecord": logging.LogRecord, **vars(builtins)}
 
 
 def rows(text: str, provoke: dict[str, Callable[[Implementation], Any]]) -> list[Row]:
-    """Of a table with a row on each line that is not indented: id, kind and phrase; ``whole`` stands by the kind,
-    ``also`` and ``ours`` on indented lines below."""
+    """Parse a table of rows: a line "id | kind | phrase", optionally ", whole" after the kind, and indented
+    lines ``also:`` and ``ours:``.
+    """
     found = []
     for row in re.split(r"\n(?!    )", text.strip()):
         told, *others = (re.sub(r"\n +", " ", part) for part in re.split(r"\n    (?=also: |ours: )", row))
@@ -181,5 +185,5 @@ def rows(text: str, provoke: dict[str, Callable[[Implementation], Any]]) -> list
 
 
 def of(rows: list[Row]) -> Any:
-    """The rows as the parameters of a test, named by their ids."""
+    """Parametrize a test with the rows. Test ids are the rows' ids."""
     return pytest.mark.parametrize("row", rows, ids=lambda row: row.id)

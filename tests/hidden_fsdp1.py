@@ -1,9 +1,8 @@
-"""Torch's FSDP1 hidden from import, as a torch would be that has it no more. ``hide()`` comes before any
-other import.
+"""Hides torch's FSDP1 from import, to test a torch without FSDP1. Call ``hide()`` before any other import.
 
-"refused": every module of FSDP1 raises when it is imported, and nothing else of torch knows.
-"removed": as in a torch that has removed it: the package holds FSDP2's names alone, and torch's own modules
-do without. "gone": the package is refused as a whole, FSDP2 with it.
+Ways to hide it: "refused": imports of FSDP1's modules raise, and the rest of torch is unchanged. "removed":
+the package exports FSDP2's names only, and torch's own modules do not import FSDP1. "gone": imports of the
+whole package raise, FSDP2 included.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def is_of_fsdp1(name: str) -> bool:
 
 
 def hide(way: str) -> None:
-    """Hide FSDP1 in this process. AssertionError if it is there already."""
+    """Hide FSDP1 in this process. Asserts that it is not imported yet."""
     assert way in WAYS and FSDP not in sys.modules
     sys.meta_path.insert(0, _Hider(way))
 
@@ -71,7 +70,7 @@ class _Hider:
 
 
 class _Loader(SourceFileLoader):
-    """Compiles a module of torch without what it takes from FSDP1."""
+    """Loads a module of torch compiled without its imports from FSDP1."""
 
     def get_code(self, fullname: str) -> Any:
         return self.source_to_code(self.get_data(self.path), self.path)
@@ -85,8 +84,7 @@ class _Loader(SourceFileLoader):
 
 
 class _WithoutImports(ast.NodeTransformer):
-    """Classes that nothing is an instance of take the place of imported names; the package itself does
-    without."""
+    """Replaces imported names by empty classes; in the package itself, removes the imports."""
 
     def __init__(self, name: str, package: str) -> None:
         self._name, self._package = name, package

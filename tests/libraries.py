@@ -1,4 +1,4 @@
-"""Shared libraries of C++ that tests run on, built into a folder as far as they are stale."""
+"""Incremental builds of the shared C++ libraries on which tests run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 FLAGS = ["-fPIC", "-fvisibility=hidden", "-g1"]
 STRICT = ["-Wall", "-Wextra", "-Werror"]
-KERNEL_FLAGS = [  # of fsdp_c's .cu files, where their kernels are emulated
+KERNEL_FLAGS = [  # flags for fsdp_c's .cu files where their kernels are emulated
     "-std=c++17",
     "-O2",
     "-ffp-contract=off",
@@ -27,7 +27,7 @@ KERNEL_FLAGS = [  # of fsdp_c's .cu files, where their kernels are emulated
 
 @dataclass(frozen=True)
 class Unit:
-    """One file to compile, and the torch that it is compiled for."""
+    """A source file to compile, and the torch it is compiled for."""
 
     source: Path
     object: Path
@@ -40,7 +40,7 @@ class Unit:
 
     @property
     def stamp(self) -> str:
-        """What it was made by, beside its times: the command, and the torch whose headers it includes."""
+        """Return the build key: the command, and the version of the torch whose headers are included."""
         return json.dumps([self.command, (self.torch / "version.py").read_text()])
 
     def is_stale(self) -> bool:
@@ -56,8 +56,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library of units and of further objects, what it is linked with, and the names that it
-    shows."""
+    """A shared library: compiled units, further objects, linked libraries and exported names."""
 
     target: Path
     units: tuple[Unit, ...]
@@ -69,20 +68,22 @@ class Library:
         objects = [*(unit.object for unit in self.units), *self.further]
         if is_stale(self.target, [*objects, *filter(None, [self.names])]):
             made = self.target.with_name(f"{self.target.name}.new")
-            # -Wl splits at commas
+            # -Wl splits its arguments at commas
             shown = ["-Xlinker", f"--version-script={self.names}"] if self.names else []
             call("g++", "-shared", *map(str, objects), *self.linking, *shown, "-o", str(made))
-            made.replace(self.target)  # processes that have the old one keep it
+            made.replace(self.target)  # a rename: processes with the old library loaded keep it
 
 
 def inputs_of(depfile: Path) -> list[Path]:
-    """The files that an object was made from, which the compiler wrote down for make, with its escapes."""
+    """Return the dependencies of an object from the depfile that the compiler wrote, with make's escapes
+    resolved.
+    """
     names = re.split(r"(?<!\\)\s+", depfile.read_text().replace("\\\n", " ").partition(": ")[2].strip())
     return [Path(re.sub(r"\\([ #])", r"\1", name).replace("$$", "$")) for name in names]
 
 
 def is_stale(target: Path, inputs: Sequence[Path]) -> bool:
-    """Missing or older than any input, or an input has gone."""
+    """Return True if ``target`` is missing or older than an input, or an input is missing."""
     if not target.exists():
         return True
     built = target.stat().st_mtime_ns
@@ -97,13 +98,13 @@ def call(*command: str) -> None:
 
 
 def soname(name: str) -> str:
-    """By which those who look for a library of this name find it, once it is loaded."""
+    """Return the linker flag for a soname. Libraries that need this name get the loaded library."""
     return f"-Wl,-soname,{name}"
 
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """One process builds in the folder, which is made, at a time."""
+    """Create the folder and lock it, so that one process builds at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -111,7 +112,7 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def build(wanted: Sequence[Library], what: str) -> None:
-    """Compile what is stale, the last library's units first, and link in turn."""
+    """Compile stale units, those of the last library first, then link the libraries in order."""
     stale = [unit for library in reversed(wanted) for unit in library.units if unit.is_stale()]
     if stale:
         print(f"building {what}: {len(stale)} files", flush=True)

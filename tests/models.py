@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """First layer, blocks, head. Options turn on what the scenarios need.
+    """First layer, blocks, head. Options add features for the scenarios.
 
     ``skip`` names blocks that forward leaves out. ``float_between`` returns to fp32 after each block, so that
     a block casts its own inputs. ``around`` checkpoints whole blocks. ``tied_head`` shares the first layer's
@@ -90,7 +90,7 @@ class Net(nn.Module):
 
 
 class Conv(Net):
-    """With parameters that are not contiguous, one of which counts as such."""
+    """A convolutional model with non-contiguous parameters; one of them has strides that count as contiguous."""
 
     def __init__(self) -> None:
         super().__init__(tied=True)
@@ -99,7 +99,7 @@ class Conv(Net):
 
 
 class Containers(nn.Module):
-    """Keyword inputs, and outputs in a dict of a tuple: what the hooks on inputs and outputs have to walk."""
+    """A model with keyword inputs and with outputs in a tuple in a dict, for the hooks on inputs and outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Pair(nn.Module):
 
 
 class EqualBlocks(nn.Module):
-    """Blocks of equal size, for counting memory; the root owns one layer of the same size."""
+    """Blocks of equal size, to count memory. The root owns one layer of the same size."""
 
     def __init__(self, blocks: int, width: int = 16) -> None:
         super().__init__()

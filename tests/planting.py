@@ -1,4 +1,4 @@
-"""Trees of files that hold a violation, for the tests of checks that look for one."""
+"""Trees of files with planted violations, for tests of the checks that find them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def plant(root: Path, files: dict[str, str]) -> None:
-    """Write each text under its name below ``root``, in folders made for it."""
+    """Write each text to its name below ``root``, creating folders."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)

@@ -1,4 +1,4 @@
-"""Pythons that tests start, beside the one that they run in."""
+"""Python processes started by tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 def run_python(
     *arguments: str | Path, cwd: Path | None = None, timeout_s: float = 600.0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """How it ended and what it said. ``variables`` join those of the environment."""
+    """Run Python and return its exit status and output. ``variables`` are added to the environment."""
     command, environment = [sys.executable, *map(str, arguments)], os.environ | variables
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s
@@ -25,14 +25,14 @@ def run_python(
 def output_of_python(
     *arguments: str | Path, cwd: Path | None = None, timeout_s: float = 600.0, **variables: str
 ) -> str:
-    """What it printed. AssertionError, with what it said, where it did not end well."""
+    """Run Python and return its standard output. Asserts that the exit status is 0."""
     done = run_python(*arguments, cwd=cwd, timeout_s=timeout_s, **variables)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return done.stdout
 
 
 def as_nobody(work: Callable[[], None]) -> None:
-    """Do it in a forked process that has no rights of root's."""
+    """Run ``work`` in a forked process without root's rights."""
     child = os.fork()
     if child == 0:
         try:

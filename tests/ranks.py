@@ -1,10 +1,10 @@
-"""Test bodies on ranks: processes that stay alive between tests, one gloo group per world size.
+"""Ranks for tests: processes that stay alive between tests, with one gloo group per world size.
 
-``@on_ranks(2)`` turns a module-level ``def test_x(rank, world_size, ...)`` into a pytest test; a body that
-asks for neither gets neither. It is shipped by import path with its pickled arguments and runs on every rank.
-An exception on a rank fails the test with that rank's traceback; a rank that dies or outlives the timeout is
-named, with its stack. After any failure the processes are replaced, since nobody knows what their group still
-holds.
+``@on_ranks(2)`` turns a module-level ``def test_x(rank, world_size, ...)`` into a pytest test. Both arguments
+are optional. The body is sent by import path with its pickled arguments and runs on every rank. An exception
+on a rank fails the test with that rank's traceback. If a rank dies or exceeds the timeout, the failure names
+it and shows its stack. After any failure the processes are replaced: pending collectives may be left in their
+group.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from tests.simulated_gpu import races
 
 DEFAULT_TIMEOUT_S = 120.0  # on a busy machine a first test that imports or compiles much takes 20
 START_TIMEOUT_S = 120.0 * PATIENCE
-GRACE_S = 3.0  # what the other ranks get to finish once one has failed
+GRACE_S = 3.0  # time for the other ranks to finish once one has failed
 STACK_WAIT_S = 2.0
-EXIT_WAIT_S = 20.0  # of a process that has closed its pipe
+EXIT_WAIT_S = 20.0  # for a process that has closed its pipe
 LOG_TAIL_CHARS = 4000
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -56,8 +56,9 @@ def device_type() -> str:
 
 
 def device() -> Any:
-    """The torch.device of this rank, where what is made without a device is. Ranks take the host's GPUs in
-    turn."""
+    """Return the torch.device of this rank, also the default device. Ranks are assigned to the host's GPUs
+    round-robin.
+    """
     import torch
 
     return (
@@ -66,26 +67,26 @@ def device() -> Any:
 
 
 class RankFailure(AssertionError):
-    """A body raised on some rank; the message holds each rank's traceback."""
+    """An exception in a body on some rank. The message contains each rank's traceback."""
 
 
 class RankHang(RankFailure):
-    """Some rank did not finish in time, or its process died; the message names it and shows its stack."""
+    """A rank that exceeded the timeout or died. The message names it and shows its stack."""
 
 
 @dataclass
 class Outcome:
-    """What one rank made of a body: exactly one of a value, a skip reason or an error text."""
+    """The outcome of a body on one rank: exactly one of a value, a skip reason and an error text."""
 
     value: Any = None
     skipped: str | None = None
     error: str | None = None
-    headline: str = ""  # the error in one line
+    headline: str = ""  # the error, in one line
 
 
 @dataclass
 class Rank:
-    """One process and this side's end of its pipe."""
+    """A rank's process and the parent's end of its pipe."""
 
     index: int
     process: multiprocessing.process.BaseProcess
@@ -114,14 +115,13 @@ def _body(module: str, name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _nothing_unraisable() -> Iterator[None]:
-    """Raises AssertionError if an exception could only be printed meanwhile, as those of what garbage calls
-    are."""
+    """Raise AssertionError if an exception in the body was only printed, as an exception in a finalizer is."""
     said: list[str] = []
 
     def hear(one: Any) -> None:
         if not inspect.isgenerator(
             one.object
-        ):  # torch's profiling of its FSDP1 raises where it is closed late
+        ):  # a range of torch's profiler in its FSDP1 raises when closed late
             said.append(f"{one.err_msg or 'Exception ignored in'} {one.object!r}: {one.exc_value!r}")
 
     before, sys.unraisablehook = sys.unraisablehook, hear
@@ -136,7 +136,7 @@ def _run_body(module: str, name: str, rank: int, world_size: int, kwargs: dict[s
     import torch
 
     torch.manual_seed(0)
-    # whatever the body before has left
+    # reset state that the last body may have changed
     torch.set_default_device(device() if device_type() == "cuda" else None)
     try:
         with races.none_found(), _nothing_unraisable():
@@ -151,7 +151,7 @@ def _run_body(module: str, name: str, rank: int, world_size: int, kwargs: dict[s
 
 
 def _serve(index: int, world_size: int, port: int, log: str, path: list[str], connection: Connection) -> None:
-    """The life of a rank: join the group, then run bodies until the pipe closes."""
+    """Run a rank: join the group, then run bodies until the pipe closes."""
     import faulthandler
     import warnings
     from datetime import timedelta
@@ -210,7 +210,7 @@ def _serve(index: int, world_size: int, port: int, log: str, path: list[str], co
 
 @dataclass
 class RankPool:
-    """``world_size`` live processes in one gloo group; started on first use, replaced after a failure."""
+    """``world_size`` live processes in one gloo group. Started on first use, replaced after a failure."""
 
     world_size: int
     ranks: list[Rank] = field(default_factory=list)
@@ -238,7 +238,7 @@ class RankPool:
         self._collect("start of the ranks", START_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the processes by force: a rank inside a collective cannot be asked."""
+        """Kill the processes: a rank inside a collective cannot react to a request."""
         for rank in self.ranks:
             rank.connection.close()
             rank.process.kill()
@@ -257,10 +257,9 @@ class RankPool:
         kwargs: dict[str, Any] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S * PATIENCE,
     ) -> list[Any]:
-        """Run ``module.name(rank, world_size, **kwargs)`` on all ranks; the values by rank.
+        """Run ``module.name(rank, world_size, **kwargs)`` on all ranks and return the values by rank.
 
-        Raises RankFailure when a rank raised, RankHang when one died or did not finish in ``timeout_s``
-        seconds.
+        Raises RankFailure if a rank raised, RankHang if one died or did not finish in ``timeout_s`` seconds.
         """
         try:
             if not self.ranks:
@@ -270,7 +269,7 @@ class RankPool:
             outcomes = self._collect(f"{module}.{name}", timeout_s)
         except (
             BaseException
-        ):  # also an interrupt: answers that are still under way must not meet the next body
+        ):  # also on an interrupt: pending answers must not be taken for those of the next body
             self.close()
             raise
         reasons = {outcome.skipped for outcome in outcomes}
@@ -336,12 +335,14 @@ _pools: dict[tuple[int, str], RankPool] = {}
 
 
 def pool(world_size: int, label: str = "") -> RankPool:
-    """The pool of this session for a world size; tests that change whole processes have one under a label."""
+    """Return this session's pool for a world size. Tests that change process-wide state use a pool with a
+    label.
+    """
     return _pools.setdefault((world_size, label), RankPool(world_size))
 
 
 def close_pools(label: str | None = None) -> None:
-    """End the rank processes of this session: all of them, or those under a label."""
+    """End this session's rank processes: all of them, or those with a label."""
     for (_, name), one in _pools.items():
         if label is None or name == label:
             one.close()
@@ -350,8 +351,8 @@ def close_pools(label: str | None = None) -> None:
 def on_ranks(
     world_size: int, timeout_s: float = DEFAULT_TIMEOUT_S, label: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Make a test of ``body``: what it asks for besides ``rank`` and ``world_size``, pytest supplies, and is
-    pickled. Bodies under one label share processes.
+    """Turn ``body`` into a test that runs on ranks. pytest supplies its arguments other than ``rank`` and
+    ``world_size``, which are pickled. Bodies with the same label share processes.
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:

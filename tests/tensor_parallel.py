@@ -44,7 +44,7 @@ class Layer(nn.Module):
 
 
 class Language(nn.Module):
-    """Embedding, layers, head: logits of the next token."""
+    """Embedding, layers and head. Returns the logits of the next token."""
 
     def __init__(self, layers: int = 2, *, checkpointed: bool = False) -> None:
         super().__init__()
@@ -62,20 +62,22 @@ class Language(nn.Module):
 
 @functools.cache
 def mesh() -> DeviceMesh:
-    """The mesh of this process: data parallel by tensor parallel. Made once: groups live as long as the
-    ranks."""
+    """Return this process' mesh of data parallel x tensor parallel ranks. Created once: its groups live as
+    long as the ranks.
+    """
     return init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 @functools.cache
 def hybrid_mesh() -> DeviceMesh:
-    """Two replicas of one data parallel rank of a tensor parallel pair."""
+    """Return a mesh with two replicas of one data parallel rank, each a pair of tensor parallel ranks."""
     return init_device_mesh(device().type, (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
 
 
 def parallelized(model: Language, plan: str) -> Language:
-    """``model`` with the plan "mlp" (layers only) or "sequence" (all of it; activations sharded between the
-    layers)."""
+    """Parallelize ``model`` by the plan "mlp" (layers only) or "sequence" (everything, with activations
+    sharded between the layers).
+    """
     return parallelize_module(model, mesh()["tp"], mlp_plan() if plan == "mlp" else sequence_plan())
 
 

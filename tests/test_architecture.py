@@ -1,6 +1,7 @@
-"""The rules of the architecture, read off the sources: one way down, one owner of state, one door up.
+"""Architecture rules, checked in the sources: includes and imports follow the layers, and each state has one
+owner.
 
-Each check takes a tree and returns its violations, so that planted ones show that it can fail.
+Each check takes a tree of sources and returns its violations, so that planted violations can test the check.
 """
 
 import ast
@@ -15,7 +16,7 @@ from tests.planting import plant
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("base", "layout", "kernels", "torch", "collective", "handle", "runtime", "python")
-PYTHON_LAYERS = (  # packages, and modules beside them
+PYTHON_LAYERS = (  # packages, and modules outside of packages
     ("compat",),
     ("_C", "operator_kernels"),
     ("sharding", "compat.execution_order", "compat.handle_names", "compat.unit_names"),
@@ -41,7 +42,7 @@ PYTHON_LAYERS = (  # packages, and modules beside them
     ("__init__", "__main__", "cli", "selftest"),
 )
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")
-STATE_READERS = {  # modules of Python that read it, and what for: none moves it, and none reads the rest
+STATE_READERS = {  # Python modules that read sharding state, with the reason; none changes it
     "compat.handle_names": "attributes that torch has on a handle",
     "compat.standins.common_utils": "what torch's helper of this name asserts",
     "fully_sharded_data_parallel": "names and moves inside summon_full_params",
@@ -52,7 +53,7 @@ STATE_READERS = {  # modules of Python that read it, and what for: none moves it
     "training.misuse_checks": "to say which unit keeps parameters sharded",
     "training.unshard_params": "to refuse state dicts and summon_full_params amid a step",
 }
-UNREAD_STATE = ("param_state", "needs_unshard")  # is C's alone
+UNREAD_STATE = ("param_state", "needs_unshard")  # read by C only
 TENSOR_FACTORIES = {
     "arange",
     "as_tensor",
@@ -81,7 +82,7 @@ Check = Callable[[Path], list[str]]
 
 
 def c_files(root: Path) -> dict[str, str]:
-    """The C sources and headers without their comments, by their path under csrc/."""
+    """Return the C sources and headers without comments, by their path under csrc/."""
     files = sorted(path for path in (root / "csrc").rglob("*") if path.suffix in (".c", ".h", ".cu"))
     return {path.relative_to(root / "csrc").as_posix(): without_comments(path.read_text()) for path in files}
 
@@ -91,20 +92,20 @@ def without_comments(text: str) -> str:
 
 
 def layer_of(name: str) -> int:
-    """The place of a file in LAYERS, -1 for a folder that is none of them."""
+    """Return the index of a file's layer in LAYERS, -1 if its folder is no layer."""
     folder = name.split("/")[0]
     return LAYERS.index(folder) if folder in LAYERS else -1
 
 
 def project_includes(name: str, files: dict[str, str]) -> list[str]:
-    """The quoted includes of a file, as paths under csrc/ (a bare name is a neighbour)."""
+    """Return the quoted includes of a file as paths under csrc/. A bare name is in the same folder."""
     included = re.findall(r'^\s*#\s*include\s+"([^"]+)"', files[name], re.MULTILINE)
     neighbours = {other: f"{name.rpartition('/')[0]}/{other}" for other in included if "/" not in other}
     return [neighbours.get(other, other) for other in included]
 
 
 def include_violations(root: Path) -> list[str]:
-    """Includes of a later layer, of something that is not there, and files outside the layers."""
+    """Return includes of later layers or missing files, and files outside the layers."""
     files = c_files(root)
     found = [f"{name} is in no layer" for name in files if layer_of(name) < 0]
     for name in files:
@@ -125,7 +126,7 @@ def python_h_violations(root: Path) -> list[str]:
 
 
 def reachable_includes(name: str, files: dict[str, str]) -> set[str]:
-    """A file's project includes, and theirs."""
+    """Return a file's project includes, direct and indirect."""
     reached: set[str] = set()
     waiting = [name]
     while waiting:
@@ -140,8 +141,9 @@ def reachable_includes(name: str, files: dict[str, str]) -> set[str]:
 
 
 def libtorch_violations(root: Path) -> list[str]:
-    """Names of libtorch before the torch layer, and after it in a file that includes none of that layer's
-    headers."""
+    """Return names of libtorch in layers below the torch layer, and in later files without a header of that
+    layer.
+    """
     files = c_files(root)
     found = []
     for name, text in files.items():
@@ -155,13 +157,13 @@ def libtorch_violations(root: Path) -> list[str]:
 
 
 def language_violations(root: Path) -> list[str]:
-    """Files in csrc/ that are neither C nor the CUDA twin of a C kernel."""
+    """Return files in csrc/ that are neither C nor the CUDA variant of a C kernel."""
     paths = [path for path in (root / "csrc").rglob("*") if path.is_file()]
     return [f"{path.relative_to(root)} is not C" for path in paths if path.suffix not in (".c", ".h", ".cu")]
 
 
 def definitions_of(text: str) -> Iterator[tuple[str, str, str]]:
-    """(head, name, body) of each function definition in C text without comments."""
+    """Yield (head, name, body) of each function definition in C text without comments."""
     depth, start, head_start, head = 0, 0, 0, ""
     for position, char in enumerate(text):
         if char == "{":
@@ -179,7 +181,7 @@ def definitions_of(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def functions_of(text: str) -> Iterator[tuple[str, str]]:
-    """(name, body) of each function definition in C text without comments."""
+    """Yield (name, body) of each function definition in C text without comments."""
     yield from ((name, body) for _, name, body in definitions_of(text))
 
 
@@ -188,7 +190,7 @@ def without_preprocessor(text: str) -> str:
 
 
 def declarations_of(text: str) -> list[str]:
-    """The functions and variables that a header without comments declares for others to define."""
+    """Return the functions and variables that a header without comments declares for other files."""
     outside, depth = "", 0
     for char in without_preprocessor(text):
         depth += (char == "{") - (char == "}")
@@ -200,7 +202,7 @@ def declarations_of(text: str) -> list[str]:
 
 
 def headers_of(files: dict[str, str]) -> dict[str, list[str]]:
-    """The headers that declare each function and variable of C."""
+    """Return the headers that declare each C function and variable."""
     headers: dict[str, list[str]] = {}
     for name, text in files.items():
         for declared in declarations_of(text) if name.endswith(".h") else []:
@@ -209,7 +211,7 @@ def headers_of(files: dict[str, str]) -> dict[str, list[str]]:
 
 
 def declaration_violations(root: Path) -> list[str]:
-    """Functions that are neither static nor declared in one header, and what two headers declare."""
+    """Return non-static functions that are not declared in exactly one header, and names declared in two."""
     files = c_files(root)
     headers = headers_of(files)
     found = [
@@ -225,8 +227,9 @@ def declaration_violations(root: Path) -> list[str]:
 
 
 def call_violations(root: Path) -> list[str]:
-    """Calls of functions of a later layer, also past its headers, as layers that call each other in a ring need
-    one."""
+    """Return calls of functions of a later layer. Layers that call each other in a ring can bypass the check
+    of includes.
+    """
     files = {name: without_preprocessor(text) for name, text in c_files(root).items()}
     homes = {
         function: name
@@ -243,14 +246,15 @@ def call_violations(root: Path) -> list[str]:
     ]
 
 
-# An assignment through a pointer, as `unit->handle->storage.copy = ...`, or what releases a reference there.
+# An assignment through a pointer, such as `unit->handle->storage.copy = ...`, or a call that releases a
+# reference stored there.
 PATH = r"(\w+(?:\(\w*\))?(?:(?:->|\.)\w+(?:\[[^\]]*\])?)+)"
 WRITE = re.compile(rf"{PATH}\s*(?:=(?!=)|\+\+|--|[-+|&^]=)|(?:\+\+|--){PATH}|(?:Py_CLEAR|ref_set)\(&?{PATH}")
 STRUCT = re.compile(r"\bstruct (\w+) \{(.*?)\n?\};?", re.DOTALL)
 
 
 def struct_fields(body: str) -> dict[str, str]:
-    """The struct of each field that is one, or points to one."""
+    """Return the struct type of each field that is a struct or points to one."""
     found = {}
     for struct, names in re.findall(r"(?:^|[;{])\s*(?:const )?struct (\w+) ([^;()]*)", body):
         found.update((re.sub(r"\[.*|\W", "", name), struct) for name in names.split(","))
@@ -258,7 +262,7 @@ def struct_fields(body: str) -> dict[str, str]:
 
 
 def owners_of(files: dict[str, str], headers: dict[str, list[str]]) -> dict[str, set[str]]:
-    """The files that define what each header declares, and the header."""
+    """Return for each header the files that define its declarations, and the header itself."""
     owners = {name: {name} for name in files if name.endswith(".h")}
     for name, text in files.items():
         for _, function, _ in definitions_of(without_preprocessor(text)):
@@ -268,8 +272,7 @@ def owners_of(files: dict[str, str], headers: dict[str, list[str]]) -> dict[str,
 
 
 def written_struct(path: str, variables: dict[str, str], fields: dict[str, dict[str, str]]) -> str | None:
-    """The struct whose field an assignment to ``path`` writes; None where that is not known, or it is a local
-    one."""
+    """Return the struct whose field is assigned through ``path``; None if it is unknown or a local variable."""
     base, *steps = re.split(r"->|\.", re.sub(r"\[[^\]]*\]", "", path))
     struct = variables.get(base.partition("(")[0]) if "->" in path else None
     for step in steps[:-1]:
@@ -278,7 +281,7 @@ def written_struct(path: str, variables: dict[str, str], fields: dict[str, dict[
 
 
 def ownership_violations(root: Path) -> list[str]:
-    """Fields of the structs of a stateful layer that are written outside of the files of their component."""
+    """Return fields of a stateful layer's structs that are written outside the files of their component."""
     files = c_files(root)
     headers = headers_of(files)
     owners = owners_of(files, headers)
@@ -306,8 +309,9 @@ def ownership_violations(root: Path) -> list[str]:
 
 
 def state_violations(root: Path) -> list[str]:
-    """State enums that are not assigned in exactly one function of the layer that owns them, or in any other
-    layer."""
+    """Return state enums that are not assigned in exactly one function of the owning layer, or are assigned
+    in another layer.
+    """
     found = []
     for field, owner in STATE_OWNERS.items():
         writers: dict[str, set[str]] = {owner: set()}
@@ -322,14 +326,14 @@ def state_violations(root: Path) -> list[str]:
 
 
 def python_modules(root: Path) -> dict[str, Path]:
-    """The modules of fsdp_c/ by their dotted names below it; those of packages end in ``__init__``."""
+    """Return the modules of fsdp_c/ by their dotted names below it. Packages end in ``__init__``."""
     package = root / "fsdp_c"
     files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".pyi"))
     return {".".join(path.relative_to(package).with_suffix("").parts): path for path in files}
 
 
 def lookup_violations(root: Path) -> list[str]:
-    """C files that look up modules of fsdp_c by name: what C asks of Python is in runtime/callbacks.h."""
+    """Return C files that look up modules of fsdp_c by name. C must call Python through runtime/callbacks.h."""
     return [
         f"{name} looks up {module}"
         for name, text in c_files(root).items()
@@ -338,8 +342,9 @@ def lookup_violations(root: Path) -> list[str]:
 
 
 def imported_modules(name: str, modules: dict[str, Path]) -> set[str]:
-    """The modules of the package that one imports, anywhere in it; what is no module of it counts as its own
-    top."""
+    """Return the modules of the package that a module imports, at any level. Other names of fsdp_c count as
+    its top module.
+    """
 
     def module(dotted: str) -> str | None:
         rest = dotted.removeprefix("fsdp_c").lstrip(".")
@@ -360,7 +365,7 @@ def imported_modules(name: str, modules: dict[str, Path]) -> set[str]:
 
 
 def cycle_violations(root: Path) -> list[str]:
-    """Import cycles among the modules of fsdp_c/, imports inside functions included."""
+    """Return import cycles among the modules of fsdp_c/, imports inside functions included."""
     modules = python_modules(root)
     waiting = {name: imported_modules(name, modules) - {name} for name in modules}
     while free := [name for name, imported in waiting.items() if not imported & waiting.keys()]:
@@ -370,13 +375,15 @@ def cycle_violations(root: Path) -> list[str]:
 
 
 def python_layer_of(name: str) -> int:
-    """The place of a module in PYTHON_LAYERS, or else that of its package; -1 for one that is in none."""
+    """Return the index of a module's layer in PYTHON_LAYERS, or of its package's layer; -1 if neither is
+    listed.
+    """
     places = {name: place for place, layer in enumerate(PYTHON_LAYERS) for name in layer}
     return places.get(name, places.get(name.split(".")[0], -1))
 
 
 def python_layer_violations(root: Path) -> list[str]:
-    """Imports of a later layer, and modules outside the layers."""
+    """Return imports of a later layer, and modules outside the layers."""
     modules = python_modules(root)
     found = [f"fsdp_c.{name} is in no layer" for name in modules if python_layer_of(name) < 0]
     for name in modules:
@@ -388,8 +395,9 @@ def python_layer_violations(root: Path) -> list[str]:
 
 
 def trace_violations(root: Path) -> list[str]:
-    """Files that open ranges of the profiler, or say where the rank is, past trace.h; Python says its own
-    phases."""
+    """Return C files that open profiler ranges or record progress without trace.h. Python records its own
+    phases.
+    """
     itself = re.compile(r"runtime/(trace|progress)\.[ch]|torch/py_torch\.[ch]|python/module\.c")
     opening = re.compile(r"\b(profile_(?:begin\w*|end)|progress_(?:enter|leave|end_step))\(")
     return [
@@ -401,7 +409,7 @@ def trace_violations(root: Path) -> list[str]:
 
 
 def default_device_violations(root: Path) -> list[str]:
-    """Tensors of fsdp_c/ that lie wherever the script said with torch.set_default_device()."""
+    """Return tensor creations in fsdp_c/ without a device: they depend on torch.set_default_device()."""
     return [
         f"fsdp_c.{name}: line {call.lineno} makes a tensor without saying where"
         for name, path in python_modules(root).items()
@@ -415,7 +423,7 @@ def default_device_violations(root: Path) -> list[str]:
 
 
 def reader_violations(root: Path) -> list[str]:
-    """Modules of fsdp_c/ that read sharding state and are not among those that may, or what only C reads."""
+    """Return Python modules that read sharding state without permission, and reads of state reserved for C."""
     found = []
     for name, path in python_modules(root).items():
         for node in ast.walk(ast.parse(path.read_text())):

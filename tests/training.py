@@ -1,4 +1,4 @@
-"""What many tests on ranks begin with: a wrapped model, batches, and the comparison of what came out."""
+"""Helpers for tests on ranks: wrapped models, batches, and comparison of results."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ PER_BLOCK = ModuleWrapPolicy({Block})
 
 
 def wrap(module: nn.Module, which: str = "fsdp_c", strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
-    """``module`` as a unit on this rank's device, with original parameters unless ``arguments`` say
-    otherwise."""
+    """Wrap ``module`` as a unit on this rank's device, by default with use_orig_params."""
     defaults = {
         "device_id": device(),
         "use_orig_params": True,
@@ -38,18 +37,18 @@ def plain(**options: Any) -> Net:
 def sharded(
     which: str = "fsdp_c", strategy: str = "FULL_SHARD", net: dict[str, Any] | None = None, **arguments: Any
 ) -> Any:
-    """``plain(**net)`` with a unit for each block."""
+    """Wrap ``plain(**net)`` with a unit per block."""
     return wrap(plain(**(net or {})), which, strategy, **({"auto_wrap_policy": PER_BLOCK} | arguments))
 
 
 def batch(rank: int, index: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    """Inputs that no other rank and no other index has."""
+    """Return inputs that are unique to the rank and index."""
     generator = torch.Generator(device()).manual_seed(10 * index + rank)
     return torch.randn(3, WIDTH, generator=generator, dtype=dtype)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, steps: int = 2) -> None:
-    """Steps on batches of the seed."""
+    """Run training steps on random batches from ``seed``."""
     generator = torch.Generator(device()).manual_seed(seed)
     for _ in range(steps):
         model(torch.randn(3, WIDTH, generator=generator)).float().square().mean().backward()
@@ -58,14 +57,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, ste
 
 
 def full_state(model: Any) -> dict[str, Tensor]:
-    """A copy of the full state dict."""
+    """Return a copy of the full state dict."""
     with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT):
         return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 @contextmanager
 def debug_level(level: dist.DebugLevel) -> Iterator[None]:
-    """TORCH_DISTRIBUTED_DEBUG, as units built in the body see it."""
+    """Set TORCH_DISTRIBUTED_DEBUG for units built in the body."""
     before = dist.get_debug_level()
     dist.set_debug_level(level)
     try:
@@ -75,7 +74,7 @@ def debug_level(level: dist.DebugLevel) -> Iterator[None]:
 
 
 def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:
-    """The same names, whatever their order, with the same bits."""
+    """Assert that both dicts have the same names, in any order, and bitwise equal values."""
     assert expected.keys() == actual.keys()
     different = [name for name in expected if not same_bits(expected[name], actual[name])]
     assert not different, different[:4]

@@ -1,11 +1,11 @@
 """The suite on other versions of torch and Python: ``python -m tests.versions 2.10.0 2.15.0@3.12``.
 
-A version is one of torch, with one of Python after "@", or each of ``--pythons``, or else this one. Each gets
-an environment of its own, made with ``pip install torch==VERSION``: 5 to 7 GB where PyPI's build is for CUDA.
+A version is one of torch, optionally with a version of Python after "@". The default is each of
+``--pythons``, or else the running Python. Each gets its own environment by ``pip install torch==VERSION``: 5
+to 7 GB if PyPI's build is for CUDA.
 
-The last commit is tested, in a checkout of its own with one extension for all versions. Tests that fail are
-run once more, each alone. ``--out`` gets a table of all versions of the call, with what failed and why tests
-were skipped.
+The last commit is tested, in its own checkout with one extension for all versions. Failed tests are run once
+more, each alone. ``--out`` writes a table of all versions, with failures and the reasons of skipped tests.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SUITE = (
     "tests/parity",
     "tests/faults",
 )
-ON_CUDA_BUILD = "tests/cuda"  # on a GPU that is not there: docs/testing.md; for torch of CUDA 13, with nvcc
+ON_CUDA_BUILD = "tests/cuda"  # without a GPU (docs/testing.md); needs a torch of CUDA 13, and nvcc
 HEADER = "| torch | Python | day | passed | failed | skipped |\n|---|---|---|---:|---:|---:|"
 
 
 def checkout(folder: Path) -> Path:
-    """The last commit, with its extension built."""
+    """Check out the last commit and build its extension."""
     tree = folder / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(tree)], check=True)
@@ -49,7 +49,9 @@ def home_of(spec: str, folder: Path) -> Path:
 
 
 def install(python: Path, torch: str, names: Iterable[str] = REQUIREMENTS) -> None:
-    """What these files name, beside that torch: no build with a label, as 2.13.0+cpu, in its place."""
+    """Install the requirements in these files, with this torch. "===" excludes builds with a local label such
+    as 2.13.0+cpu.
+    """
     lines = [line for name in names for line in (ROOT / name).read_text().splitlines()]
     others = [line for line in lines if line and not line.startswith(("#", "-r", "torch=="))]
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
@@ -57,8 +59,9 @@ def install(python: Path, torch: str, names: Iterable[str] = REQUIREMENTS) -> No
 
 
 def make_environment(spec: str, folder: Path, tree: Path) -> Path:
-    """Its Python, with that torch, what the requirements name beside it, and ``tree`` on its path; and a file
-    ``made`` when all is there."""
+    """Create the environment: its Python, torch, the other requirements, and ``tree`` on its path. A file
+    ``made`` marks it as complete.
+    """
     home, (torch, _, version) = home_of(spec, folder), spec.partition("@")
     python = home / "bin/python"
     if not python.exists():
@@ -76,7 +79,7 @@ def make_environment(spec: str, folder: Path, tree: Path) -> Path:
 
 
 def outcomes(report: Path, *tags: str) -> Iterator[tuple[str, str]]:
-    """(test, first line of the reason) of the tests with one of these outcomes."""
+    """Yield (test, first line of the reason) of the tests with one of these outcomes."""
     for case in ElementTree.parse(report).iter("testcase"):
         module, name = case.attrib["classname"], case.attrib["name"]
         for outcome in case:
@@ -88,7 +91,9 @@ def outcomes(report: Path, *tags: str) -> Iterator[tuple[str, str]]:
 def run(
     python: list[str], tests: list[str], tree: Path, report: Path
 ) -> tuple[int, dict[str, str], dict[str, str]]:
-    """How many tests passed, the failures that stay, and the skips, with their reasons."""
+    """Run the tests and return the number of passed ones, the failures that persist, and the skips, with
+    reasons.
+    """
     options = ["-q", "-p", "no:cacheprovider", "--timeout=1800"]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
 
@@ -106,7 +111,7 @@ def run(
 
 
 def test(spec: str, folder: Path, tree: Path) -> tuple[str, list[str], bool]:
-    """The version's row of the table, its notes, and whether nothing failed."""
+    """Return the version's row of the table, its notes, and True if nothing failed."""
     home, python = home_of(spec, folder), make_environment(spec, folder, tree)
     ask = "import platform, torch; print(torch.__version__, platform.python_version(), torch.version.cuda)"
     torch, version, cuda = subprocess.check_output([python, "-c", ask], text=True).split()

@@ -1,6 +1,6 @@
-"""What the libraries in a wheel need of a machine, by their ELF files: ``python -m tests.wheel dist/*.whl``.
+"""Requirements of a wheel's libraries, read from their ELF files: ``python -m tests.wheel dist/*.whl``.
 
-Status 1 where that is more than every machine has for which the wheel is.
+The exit status is 1 if a library needs more than every machine of the wheel's platform tag provides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEWEST_GLIBC = (2, 28)  # of manylinux_2_28
 SYSTEM = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1"}
 SYSTEM |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 NEEDED = {"_C": SYSTEM, "_cuda13": SYSTEM | {"libstdc++.so.6"}}
-OF_OLD_GLIBC = {"libdl.so.2", "libpthread.so.0"}  # whose functions newer ones have in libc.so.6
+OF_OLD_GLIBC = {"libdl.so.2", "libpthread.so.0"}  # merged into libc.so.6 by newer versions
 SHOWN = {"_C": {"PyInit__C"}, "_cuda13": {"fsdp_c_cuda_kernels"}}
 CODE = {"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "compute_120"}
 FATBIN_HEADER, FATBIN_ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQIIHHI")
@@ -27,19 +27,19 @@ PTX, MACHINE_CODE = 1, 2
 
 
 def libraries(wheel: Path) -> dict[str, ELFFile]:
-    """The shared libraries of a wheel, by their names."""
+    """Return the shared libraries of a wheel by name."""
     archive = zipfile.ZipFile(wheel)
     names = [name for name in archive.namelist() if ".so" in Path(name).suffixes]
     return {Path(name).name.partition(".")[0]: ELFFile(io.BytesIO(archive.read(name))) for name in names}
 
 
 def needed(library: ELFFile) -> set[str]:
-    """The libraries that the loader looks for."""
+    """Return the libraries that the loader needs."""
     return {tag.needed for tag in library.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")}
 
 
 def newest_glibc(library: ELFFile) -> tuple[int, ...]:
-    """The newest version of the C library of which it needs something."""
+    """Return the newest version of the C library whose symbols are needed."""
     names = [
         version.name
         for _, versions in library.get_section_by_name(".gnu.version_r").iter_versions()
@@ -49,7 +49,7 @@ def newest_glibc(library: ELFFile) -> tuple[int, ...]:
 
 
 def shown(library: ELFFile) -> set[str]:
-    """The names that others can link with."""
+    """Return the exported symbols."""
     symbols = library.get_section_by_name(".dynsym").iter_symbols()
     return {
         symbol.name
@@ -59,7 +59,7 @@ def shown(library: ELFFile) -> set[str]:
 
 
 def cuda_code(library: ELFFile) -> set[str]:
-    """The GPUs for which it has code, as nvcc calls them."""
+    """Return the GPU architectures of the code, in nvcc's notation."""
     section = library.get_section_by_name(".nv_fatbin")
     return set(fatbin_entries(section.data())) if section else set()
 
@@ -69,7 +69,7 @@ def fatbin_entries(data: bytes) -> Iterator[str]:
     while at + FATBIN_HEADER.size <= len(data):
         magic, _, header, size = FATBIN_HEADER.unpack_from(data, at)
         if magic != FATBIN_MAGIC:
-            at += 8  # filled up to the next
+            at += 8  # padding
             continue
         entry, at = at + header, at + header + size
         while entry < at:

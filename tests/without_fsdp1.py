@@ -1,8 +1,8 @@
-"""python -m tests.without_fsdp1 WAY RANK WORLD_SIZE FOLDER: one rank of a training with all that it saves.
+"""python -m tests.without_fsdp1 WAY RANK WORLD_SIZE FOLDER: train and save on one rank.
 
-WAY is "present" or one of ``tests.hidden_fsdp1.WAYS``. Writes digests of everything that must be the same in
-each way to FOLDER/WAY/RANK.json, and what others must load beside it; then loads what the ways before it have
-left in FOLDER.
+WAY is "present" or one of ``tests.hidden_fsdp1.WAYS``. The process writes digests of everything that must be
+equal in each way to FOLDER/WAY/RANK.json, and beside it objects and checkpoints for the other ways. Then it
+loads the files that earlier ways have left in FOLDER.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def train(name: str, kwargs: dict[str, Any], own: Path) -> dict[str, str]:
 
 
 def saved(model: Any, optimizer: Any, kind: str, path: Path) -> bytes:
-    """What ``torch.save`` makes of the state dicts of one type, also at ``path``."""
+    """Save the state dicts of one type with ``torch.save`` at ``path``, and return the bytes."""
     import torch
 
     from fsdp_c import FullyShardedDataParallel as FSDP
@@ -137,7 +137,7 @@ def saved(model: Any, optimizer: Any, kind: str, path: Path) -> bytes:
 
 
 def objects() -> list[Any]:
-    """What users pickle: enums, configurations, policies, and a state dict type in each of them."""
+    """Return objects that users pickle: enums, configurations, policies, and state dict configurations."""
     import torch
     from torch import nn
 
@@ -168,7 +168,9 @@ def objects() -> list[Any]:
 
 
 def load_from(other: Path, rank: int) -> None:
-    """Load what another way has saved: objects are equal to ours, checkpoints lead to the same parameters."""
+    """Load the files of another way. Objects must equal ours, and checkpoints must load to the same
+    parameters.
+    """
     import torch
 
     import fsdp_c.checkpoint
@@ -198,7 +200,7 @@ def load_from(other: Path, rank: int) -> None:
 
 
 def check_names(way: str) -> None:
-    """``install()`` gives FSDP1's names to a torch without them, and ``uninstall()`` takes them away."""
+    """Check that ``install()`` adds FSDP1's names to a torch without them, and ``uninstall()`` removes them."""
     import importlib
 
     import fsdp_c
