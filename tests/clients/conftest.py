@@ -1,4 +1,4 @@
-"""Libraries imported once, in the process that ranks are forked from; each test module has ranks of its own.
+"""Imports libraries once, in the process from which ranks are forked. Each test module has its own ranks.
 
 Libraries keep state per process, and import slowly.
 """
@@ -20,7 +20,7 @@ LIBRARIES = [
     "pytorch_optimizer",
 ]
 
-ON_RANKS = LIBRARIES[:4]  # the others are for examples, in processes of their own
+ON_RANKS = LIBRARIES[:4]  # others are used by examples, in processes of their own
 
 
 def pytest_configure(config: pytest.Config) -> None:

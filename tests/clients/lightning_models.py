@@ -1,4 +1,4 @@
-"""What the tests of Fabric and of Lightning's Trainer train, and the strategy without its check for a GPU."""
+"""Models for the tests of Fabric and of Lightning's Trainer, and the strategy without its check for a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.clients.support import ON_CPU
 
 WIDTH = 5
-GLOBAL_BATCH = 12  # on 2, 3 and 4 ranks
+GLOBAL_BATCH = 12  # divides evenly among 2, 3 and 4 ranks
 STEPS = 6
 
 
@@ -25,7 +25,9 @@ class Layer(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Every module with parameters has reset_parameters, so that it may be built on the meta device."""
+    """A model whose modules with parameters have reset_parameters, so that it can be built on the meta
+    device.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class Mlp(nn.Module):
 
 
 def mlp(seed: int = 0) -> Mlp:
-    """With the same values on each device: on a GPU, Lightning has its numbers drawn there."""
+    """Return a model with the same values on every device: on a GPU, Lightning would draw them there."""
     torch.manual_seed(seed)
     with torch.device("cpu"):
         drawn = Mlp()
@@ -52,7 +54,7 @@ def mlp(seed: int = 0) -> Mlp:
 
 
 def manually_wrapped(model: Mlp) -> nn.Module:
-    """Each layer and the whole, where a strategy's context says how."""
+    """Wrap each layer and the whole model with ``wrap`` inside the strategy's context."""
     from torch.distributed.fsdp.wrap import wrap
 
     model.layers = nn.Sequential(*(wrap(layer) for layer in model.layers))
@@ -60,7 +62,7 @@ def manually_wrapped(model: Mlp) -> nn.Module:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of all ranks together."""
+    """Return the inputs and targets of all ranks together."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(GLOBAL_BATCH, WIDTH, generator=generator), torch.randn(
         GLOBAL_BATCH, WIDTH, generator=generator
@@ -78,5 +80,7 @@ def whole_loss(model: nn.Module, step: int) -> Tensor:
 
 
 def on_cpu(strategy: type) -> type:
-    """The shim: the library looks for a GPU only where the strategy's type is exactly its own."""
+    """Return a subclass of the strategy on CPUs: the library checks for a GPU only if the type is exactly its
+    own.
+    """
     return type(f"Cpu{strategy.__name__}", (strategy,), {}) if ON_CPU else strategy

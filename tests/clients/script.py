@@ -1,5 +1,4 @@
-"""A script with accelerate that knows nothing of fsdp_c: trains and prints what it found, for
-test_script.py."""
+"""Script of test_script.py: trains with accelerate, without any mention of fsdp_c, and prints the results."""
 
 import json
 import os

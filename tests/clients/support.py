@@ -1,5 +1,4 @@
-"""What the tests of all libraries share: the environment of a launched rank, shims, and the unsharded
-reference."""
+"""Helpers for the tests of all libraries: environment of a launched rank, shims, and unsharded reference."""
 
 from __future__ import annotations
 
@@ -19,15 +18,16 @@ from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from tests.ranks import device_type
 
 ROOT = Path(__file__).resolve().parents[2]
-# fp32 on both sides, and the same sums in another order
+# fp32 on both sides, with sums in a different order
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
-TIMEOUT_S = 180.0  # of one body: the first of a library still imports parts of it
-ON_CPU = device_type() == "cpu"  # else the libraries find GPUs by themselves, and are told nothing
+TIMEOUT_S = 180.0  # per body: the first one of a library still imports parts of it
+ON_CPU = device_type() == "cpu"  # on GPUs the libraries need no shims
 
 
 def require(*names: str) -> None:
-    """Skip the calling module unless the libraries are there. Not importorskip: that would import them
-    here."""
+    """Skip the calling module unless the libraries are installed. Unlike importorskip, nothing is imported
+    here.
+    """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(
@@ -37,11 +37,10 @@ def require(*names: str) -> None:
 
 
 def launched(rank: int, world_size: int) -> None:
-    """Make this process look as torchrun leaves it, with fsdp_c installed after the libraries were
-    imported."""
+    """Set this process up as torchrun would, and install fsdp_c after the import of the libraries."""
     import fsdp_c
 
-    torch.set_default_device(None)  # it is the library that moves models and data
+    torch.set_default_device(None)  # the library moves models and data
     os.environ.update(
         LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(world_size),
@@ -54,7 +53,7 @@ def launched(rank: int, world_size: int) -> None:
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """Of a command that imports this tree, and the device that this process has."""
+    """Return the environment of a command that imports this tree, on this process' device."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return os.environ | own | settings
@@ -62,10 +61,9 @@ def environment(**settings: str) -> dict[str, str]:
 
 @functools.cache
 def gpus_that_are_cpus() -> None:
-    """The shim for accelerate and the Trainer, which give FSDP to distributed GPUs alone: a run on CPUs says
-    it is one.
+    """Let accelerate and the Trainer treat CPUs as distributed GPUs, to which they restrict FSDP.
 
-    With ``sync_module_states`` they also ask for the GPU to allocate parameters on.
+    With ``sync_module_states`` they also query the GPU on which parameters are allocated.
     """
     if not ON_CPU:
         return
@@ -90,7 +88,7 @@ def gpus_that_are_cpus() -> None:
 
 
 def assert_ours(model: nn.Module) -> None:
-    """That the library has built fsdp_c's units, on this test's device, and none of torch's."""
+    """Assert that the library has built units of fsdp_c on this test's device, and none of torch's."""
     import fsdp_c
 
     units = [module for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel"]
@@ -101,7 +99,7 @@ def assert_ours(model: nn.Module) -> None:
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state dict on every rank's CPU. Collective."""
+    """Return the full state dict on every rank's CPU. Collective."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
@@ -109,7 +107,7 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same_parameters(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Same names, and values within TOLERANCE."""
+    """Assert equal names, and values within TOLERANCE."""
     assert sorted(found) == sorted(expected), f"{sorted(set(found) ^ set(expected))} are on one side only"
     for name, value in expected.items():
         torch.testing.assert_close(
@@ -126,8 +124,9 @@ def train_reference(
     max_norm: float | None = None,
     micro_batches: int = 1,
 ) -> list[float]:
-    """Train the unsharded ``model`` on what all ranks see together; ``loss_of(model, micro batch)``. Losses
-    by step."""
+    """Train the unsharded ``model`` on the batches of all ranks and return the losses by step.
+    ``loss_of(model, micro batch)`` returns one loss.
+    """
     losses = []
     for step in steps:
         total = 0.0

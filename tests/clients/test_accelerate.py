@@ -28,7 +28,7 @@ from tests.ranks import both_views, on_ranks
 require("accelerate")
 
 LIBRARY = "accelerate"
-BATCH = 3  # of each rank
+BATCH = 3  # per rank
 SAMPLES = 48
 
 
@@ -66,7 +66,7 @@ def net(seed: int = 0) -> nn.Module:
 
 
 def prepared(acc, seed: int = 0, **adam):
-    """What a script prepares: model, optimizer, data."""
+    """Prepare model, optimizer and data as a script does."""
     model = acc.prepare(net(seed))
     assert_ours(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **adam)
@@ -75,8 +75,7 @@ def prepared(acc, seed: int = 0, **adam):
 
 @contextlib.contextmanager
 def trusting_torch_load():
-    """The other shim: accelerate lets torch.load read no ShardedTensor, of which local state dicts
-    consist."""
+    """Let torch.load unpickle ShardedTensors, which local state dicts contain: accelerate loads weights only."""
     load = torch.load
     with mock.patch.object(
         torch, "load", lambda *args, **kwargs: load(*args, **kwargs | {"weights_only": False})
@@ -85,7 +84,7 @@ def trusting_torch_load():
 
 
 def train(acc, model, optimizer, batches, max_norm=None):
-    """The loop of accelerate's documentation; the mean loss over ranks of each optimizer step."""
+    """Train as in accelerate's documentation and return the mean loss over ranks of each optimizer step."""
     losses, total = [], 0.0
     for inputs, targets in batches:
         with acc.accumulate(model):
@@ -146,7 +145,7 @@ def test_load_state_goes_on_where_save_state_was(rank, world_size, use_orig_para
 
     fresh = accelerator(rank, world_size, use_orig_params=use_orig_params, state_dict_type=kind)
     model, optimizer, _ = prepared(fresh, seed=1)
-    # accelerate reads sharded optimizer state into what is there already
+    # accelerate loads sharded optimizer state into existing state
     train(fresh, model, optimizer, batches[7:])
     with trusting_torch_load() if kind == "LOCAL_STATE_DICT" else contextlib.nullcontext():
         fresh.load_state(tmp_path)
@@ -158,7 +157,7 @@ def test_load_state_goes_on_where_save_state_was(rank, world_size, use_orig_para
 @both_views
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_low_precision_model_is_trained_in_fp32_under_bf16(rank, world_size, use_orig_params):
-    """accelerate upcasts flat parameters between construction and the first forward (clients.md)."""
+    """accelerate upcasts flat parameters between construction and the first forward."""
     acc = accelerator(rank, world_size, use_orig_params=use_orig_params, mixed_precision="bf16")
     model = acc.prepare(net().bfloat16())
     optimizer = acc.prepare(torch.optim.SGD(model.parameters(), lr=1e-3))
@@ -177,19 +176,17 @@ def test_low_precision_model_is_trained_in_fp32_under_bf16(rank, world_size, use
     expected = train_reference(
         plain, loss_of, range(8), optimizer=torch.optim.SGD(plain.parameters(), lr=1e-3)
     )
-    assert losses == pytest.approx(expected, rel=2e-2)  # bf16 has 8 bits
+    assert losses == pytest.approx(expected, rel=2e-2)  # bf16 has 8 significant bits
     found = full_parameters(model)
     for name, param in plain.named_parameters():
         assert found[name].dtype is torch.float32
-        moved = (
-            param - start[name]
-        ).norm()  # in bf16, steps this small would round to nothing or to a whole ulp
+        moved = (param - start[name]).norm()  # in bf16 such small steps would round to 0 or to one ulp
         assert (found[name] - param).norm() <= 0.05 * moved + 1e-7, name
 
 
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_saved_models_are_those_of_the_unsharded_model(rank, world_size, tmp_path):
-    """Accelerator.save_model and merge_fsdp_weights: safetensors that a plain model loads."""
+    """Accelerator.save_model and merge_fsdp_weights write safetensors that a plain model loads."""
     from accelerate.utils import merge_fsdp_weights
     from safetensors.torch import load_file
 

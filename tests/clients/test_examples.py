@@ -1,6 +1,6 @@
-"""The examples for other libraries, each as a user starts it, with the library itself.
+"""The examples for other libraries, each run on two ranks with the real library.
 
-Where a library gives FSDP to GPUs alone, it is told on CPUs that there are some, as in its other tests.
+For libraries that restrict FSDP to GPUs, the shims of the other tests are applied on CPUs.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def torchrun(folder: Path, *command: str, **settings: str) -> str:
 def with_library(
     folder: Path, implementation: str, script: str, *arguments: str, **settings: str
 ) -> list[float]:
-    """The losses of a script for GPUs with fsdp_c or, in its place, DDP."""
+    """Return the losses of a script for GPUs, run with fsdp_c or with DDP instead."""
     command = (
         "--no-python",
         sys.executable,
@@ -100,7 +100,7 @@ def with_library(
 
 
 def losses_in(output: str) -> list[float]:
-    """What scripts print, and what the Trainer logs."""
+    """Return the losses printed by scripts or logged by the Trainer."""
     found = re.findall(r"loss (\d\.\d+)", output)
     found += [ast.literal_eval(entry)["loss"] for entry in re.findall(r"\{'loss'.*?\}", output)]
     assert len(found) >= 4, output
@@ -108,7 +108,7 @@ def losses_in(output: str) -> list[float]:
 
 
 def accelerate_settings() -> dict[str, str]:
-    """What `accelerate launch` makes of the config file."""
+    """Return the environment that `accelerate launch` derives from the config file."""
     from accelerate.commands import launch
     from accelerate.utils import launch as settings
 
@@ -127,11 +127,12 @@ def test_losses_are_those_of_models_that_are_not_sharded(command, tmp_path):
     settings = accelerate_settings() if command.startswith("accelerate") else {}
     found = with_library(tmp_path, "fsdp_c", *command.split(), **cache, **settings)
     expected = with_library(tmp_path, "ddp", *command.split(), **cache)
-    assert found == pytest.approx(expected, abs=2e-4 if command.startswith("trl") else 1e-5)  # TRL rounds
+    # TRL rounds the losses
+    assert found == pytest.approx(expected, abs=2e-4 if command.startswith("trl") else 1e-5)
 
 
 @computes_on_the_cpu
-# PEFT asks transformers for it
+# PEFT reads the deprecated property of transformers
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_adapters_beside_4_bit_weights_train_as_unsharded(tmp_path):
     losses = losses_in(torchrun(tmp_path, str(EXAMPLES / "qlora.py")))

@@ -1,4 +1,6 @@
-"""Lightning Fabric with FSDPStrategy: automatic and manual wrapping, checkpoints, another number of ranks."""
+"""Lightning Fabric with FSDPStrategy: automatic and manual wrapping, checkpoints, resuming on a different
+number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,8 @@ def test_bf16_mixed_precision_keeps_fp32_parameters(rank, world_size):
     model = run.setup_module(mlp())
     optimizer = run.setup_optimizers(adam(model))
     losses, _ = expected_run()
-    assert train(run, model, optimizer, range(STEPS)) == pytest.approx(losses, rel=3e-2)  # bf16 has 8 bits
+    # bf16 has 8 significant bits
+    assert train(run, model, optimizer, range(STEPS)) == pytest.approx(losses, rel=3e-2)
     assert {value.dtype for value in full_parameters(model._forward_module).values()} == {torch.float32}
 
 
@@ -162,7 +165,7 @@ def resumed(rank: int, world_size: int, path: Path, options: dict) -> tuple[list
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @both_views
 def test_run_resumed_on_another_number_of_ranks_ends_as_the_unsharded_one(tmp_path, use_orig_params, kind):
-    """Saved by 2 ranks, loaded by 3 into a model that was built on the meta device."""
+    """2 ranks save, and 3 ranks load into a model built on the meta device."""
     arguments = {
         "path": tmp_path / "checkpoint",
         "options": {"use_orig_params": use_orig_params, "state_dict_type": kind},
@@ -176,7 +179,7 @@ def test_run_resumed_on_another_number_of_ranks_ends_as_the_unsharded_one(tmp_pa
 
 @on_ranks(4, TIMEOUT_S, LIBRARY)
 def test_hybrid_run_resumed_from_shards_ends_as_the_unsharded_one(rank, world_size, tmp_path):
-    """Fabric has torch divide the optimizer's state over all ranks, where units shard over two."""
+    """Fabric lets torch shard the optimizer's state over all ranks, while units are sharded over two."""
     mesh = init_device_mesh(device_type(), (2, 2))
     options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh, "state_dict_type": "sharded"}
     before = trained_and_saved(rank, world_size, tmp_path, options)

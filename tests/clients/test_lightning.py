@@ -1,5 +1,6 @@
-"""Lightning's Trainer with FSDPStrategy: automatic wrapping, configure_model, checkpoints, another number of
-ranks."""
+"""Lightning's Trainer with FSDPStrategy: automatic wrapping, configure_model, checkpoints, resuming on a
+different number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +29,13 @@ require("lightning")
 
 LIBRARY = "lightning"
 HERE = "tests.clients.test_lightning"
-EPOCH = 3  # steps
+EPOCH = 3  # number of steps
 
 
 def lit_module(seed: int = 0, by_hand: bool = False) -> Any:
-    """A LightningModule around the model, which ``by_hand`` builds and wraps in configure_model."""
+    """Return a LightningModule around the model. With ``by_hand`` it builds and wraps the model in
+    configure_model.
+    """
     from lightning.pytorch import LightningModule
 
     class Lit(LightningModule):
@@ -64,7 +67,8 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loader(rank: int, world_size: int) -> DataLoader:
-    """An epoch. DistributedSampler deals samples out in turn, so that each step has those of ``batch(step)``.
+    """Return the loader of an epoch. DistributedSampler assigns samples round-robin, so that each step has
+    the samples of ``batch(step)``.
 
     Lightning's own sampler for training shuffles.
     """
@@ -123,7 +127,7 @@ def test_trained_and_validated_as_unsharded(rank, world_size, use_orig_params, b
     with torch.no_grad():
         expected = sum(whole_loss(plain, step).item() for step in range(EPOCH)) / EPOCH
     assert run.callback_metrics["val_loss"].item() == pytest.approx(expected, rel=1e-5)
-    if by_hand:  # else Lightning drops the outermost unit after a fit, and finds the inner ones
+    if by_hand:  # otherwise Lightning drops the root after a fit, and only inner units are left
         (result,) = run.validate(module, loader(rank, world_size), verbose=False)
         assert result["val_loss"] == pytest.approx(expected, rel=1e-5)
 
@@ -136,7 +140,7 @@ def test_accumulated_clipped_steps_are_those_of_the_unsharded_model(
     options = {"use_orig_params": use_orig_params, "auto_wrap_policy": {Layer}}
     run = trainer(rank, world_size, tmp_path, options, max_epochs=2, accumulate_grad_batches=EPOCH)
     module = lit_module()
-    # the hook for it, as Lightning itself clips under FSDP by value alone
+    # this hook replaces Lightning's own clipping, which under FSDP supports values only, no norms
     module.configure_gradient_clipping = lambda *_, **__: run.strategy.model.clip_grad_norm_(0.5)
     run.fit(module, loader(rank, world_size))
     plain = mlp()
@@ -165,11 +169,11 @@ def resumed(
     return mean_losses(run, module), parameters_of(run)
 
 
-# for a full one Lightning numbers the parameters, which has no meaning for flat ones: torch and fsdp_c refuse
-# it
+# No case for the full state dict of flat parameters: Lightning numbers the parameters, which torch and fsdp_c
+# refuse for flat ones.
 @pytest.mark.parametrize(("use_orig_params", "kind"), [(True, "full"), (True, "sharded"), (False, "sharded")])
 def test_run_resumed_on_another_number_of_ranks_ends_as_the_unsharded_one(tmp_path, use_orig_params, kind):
-    """Saved by 2 ranks after one epoch of two, resumed by 3."""
+    """2 ranks save after the first of two epochs, and 3 ranks resume."""
     arguments = {"folder": tmp_path, "options": {"use_orig_params": use_orig_params, "state_dict_type": kind}}
     before = pool(2, LIBRARY).run(HERE, "trained_and_saved", arguments, TIMEOUT_S)[0]
     after, parameters = pool(3, LIBRARY).run(HERE, "resumed", arguments, TIMEOUT_S)[0]

@@ -1,4 +1,4 @@
-"""PEFT: LoRA adapters on a frozen model, in a script of one's own and in the transformers Trainer."""
+"""PEFT: LoRA adapters on a frozen model, in a custom script and in the transformers Trainer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.ranks import both_views, device, on_ranks
 require("peft", "transformers", "accelerate")
 
 LIBRARY = "peft"
-BATCH = 2  # of each rank
+BATCH = 2  # per rank
 LENGTH = 6
 VOCABULARY = 30
 STEPS = 4
-EPSILON = 1e-4  # of Adam: gradients that are 0 but for rounding stay small
+EPSILON = 1e-4  # Adam's epsilon: gradients that are 0 except for rounding cause small updates
 
 
 def language_model() -> nn.Module:
@@ -84,8 +84,9 @@ def trained_reference() -> tuple[nn.Module, list[float]]:
 
 
 def wrapped(model: nn.Module, use_orig_params: bool, by_block: bool = True) -> Any:
-    """One unit for each block, where frozen and trainable parameters meet, or as PEFT's policy has it, which
-    keeps them apart."""
+    """Wrap the model with one unit per block, which mixes frozen and trainable parameters, or by PEFT's
+    policy, which separates them.
+    """
     from peft.utils.other import fsdp_auto_wrap_policy
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -125,8 +126,7 @@ def test_adapters_train_as_unsharded_and_the_rest_stays(rank, world_size, use_or
 
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_adapters_are_saved_and_loaded_as_unsharded(rank, world_size, tmp_path):
-    """PEFT finds adapters behind the wrapper's prefix, which it knows at the start of a name alone: one
-    unit."""
+    """PEFT strips the wrapper's prefix at the start of a name only, so the model is a single unit."""
     from peft import PeftModel, get_peft_model_state_dict
 
     launched(rank, world_size)
@@ -148,7 +148,7 @@ def test_adapters_are_saved_and_loaded_as_unsharded(rank, world_size, tmp_path):
 @both_views
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_adapters_are_set_aside_and_merged_as_unsharded(rank, world_size, use_orig_params):
-    """disable_adapter is how reference models are evaluated; merging writes into frozen parameters."""
+    """disable_adapter serves to evaluate the reference model. Merging writes into frozen parameters."""
 
     launched(rank, world_size)
     FSDP = torch.distributed.fsdp.FullyShardedDataParallel

@@ -1,4 +1,6 @@
-"""pytorch_optimizer: SOAP and Shampoo, whose factors are of whole matrices, over shards by WholeParameters."""
+"""pytorch_optimizer: SOAP and Shampoo on shards through WholeParameters. Their factors are those of whole
+matrices.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def wrapped(plain: nn.Module, use_orig_params: bool) -> Any:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Ranks have the same batch: gradients are those of one rank, to the bit."""
+    """Train with the same batch on all ranks, so that gradients are bitwise those of a single rank."""
     for step in steps:
         x = torch.randn(8, WIDTH, generator=torch.Generator(device()).manual_seed(step))
         model(x).square().mean().backward()

@@ -1,4 +1,6 @@
-"""torchao's and bitsandbytes' optimizers of 8 and 4 bits over shards: saved and resumed, as they are and elsewhere."""
+"""torchao's and bitsandbytes' 8-bit and 4-bit optimizers on shards: saved, and resumed with the same or a
+different layout.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,15 @@ LIBRARY = "quantized_optimizers"
 WIDTH = 128
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = ("torchao AdamW8bit", "torchao AdamW4bit", "torchao AdamWFp8", "bitsandbytes AdamW8bit")
-# bitsandbytes has 8-bit steps of these with one average as well
 FORMS = ("full", "full on rank 0", "sharded")
+# Lion8bit has a single average per parameter, the others have two
 all_kinds = pytest.mark.parametrize("kind", [*KINDS, "bitsandbytes Lion8bit"])
 some_kinds = pytest.mark.parametrize("kind", ["torchao AdamW8bit", "bitsandbytes AdamW8bit"])
 
 
 on_ranks = functools.partial(
     on_ranks_of, label=LIBRARY
-)  # processes in which torchao's steps are not compiled
+)  # torchao's steps are not compiled in these processes
 
 
 def optimizer_of(kind: str, model: nn.Module, **options: Any) -> Optimizer:
@@ -54,7 +56,7 @@ def optimizer_of(kind: str, model: nn.Module, **options: Any) -> Optimizer:
     if library == "torchao":
         import torchao.optim as optimizers
 
-        torch.compiler.set_stance("force_eager")  # its step compiles for seconds, and computes the same
+        torch.compiler.set_stance("force_eager")  # compiling a step takes seconds and gives the same results
     else:
         import bitsandbytes.optim as optimizers
 
@@ -65,8 +67,11 @@ def optimizer_of(kind: str, model: nn.Module, **options: Any) -> Optimizer:
 
 
 def plain_model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Of the first block torchao quantizes nothing on 2 ranks, as 14,448 elements are no blocks of 256."""
-    torch.set_default_device(None)  # on which torchao would make its steps, where users have them on the CPU
+    """Build a model. On 2 ranks torchao quantizes nothing of the first block: 14,448 elements are no multiple
+    of 256.
+    """
+    # torchao would create its steps on the default device, but users have them on the CPU
+    torch.set_default_device(None)
     torch.manual_seed(3)
     blocks = [
         nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=bias), nn.Tanh(), nn.Linear(WIDTH, 96, bias=bias))
@@ -116,7 +121,7 @@ def is_quantized(value: object) -> bool:
 
 
 def raw_state(optimizer: Optimizer) -> list[tuple[int, str, Tensor]]:
-    """Codes, scales and whatever else, by parameter and name."""
+    """Return codes, scales and other tensors of the state, by parameter and name."""
     found = []
     for index, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
         for name, value in sorted(optimizer.state.get(param, {}).items()):
@@ -148,7 +153,7 @@ def mesh() -> DeviceMesh:
 
 @contextmanager
 def state_type(model: Any, form: str) -> Iterator[None]:
-    """One of FORMS."""
+    """Set the state dict type of one of FORMS."""
     from fsdp_c import FullyShardedDataParallel as FSDP
 
     if form == "sharded":
@@ -213,7 +218,7 @@ def test_a_checkpoint_resumes_with_the_same_bits(rank: int, kind: str, use_orig_
     checkpoint.save(model, optimizer, path, background=True).wait()
     other = wrapped(use_orig_params)
     resumed = optimizer_of(kind, other)
-    train(other, resumed, range(7, 8), rank)  # state that it has already is replaced
+    train(other, resumed, range(7, 8), rank)  # the load replaces existing state
     checkpoint.load(other, resumed, path)
     assert_same_bits(resumed, optimizer)
     assert train(other, resumed, range(3, 6), rank) == train(model, optimizer, range(3, 6), rank)
@@ -242,7 +247,8 @@ def test_other_strategies_resume_with_the_same_bits(
         assert_same_bits(resumed, optimizer)
 
 
-# what quantization by other blocks changes at most, as a part of the largest magnitude: measured 0.013, 0.034 and 0.113
+# Largest change by quantization with different blocks, relative to the largest magnitude: measured 0.013,
+# 0.034 and 0.113.
 WORST = {"8bit": 0.015, "Fp8": 0.04, "4bit": 0.12}
 
 
@@ -300,7 +306,9 @@ def test_other_ranks_and_wrapping_resume_within_the_error_of_quantization(
 @some_kinds
 @on_ranks(2)
 def test_shards_of_bfloat16_save_float32_on_all_ranks(rank: int, kind: str) -> None:
-    """torchao keeps bfloat16 where a rank's shard is no multiple of a block, and quantizes float32 on the other."""
+    """torchao keeps bfloat16 if a rank's shard is no multiple of a block, and quantizes float32 on the other
+    rank.
+    """
     from fsdp_c import checkpoint
 
     model, optimizer = trained(kind, rank, True, dtype=torch.bfloat16)
@@ -337,8 +345,9 @@ def test_stochastically_rounded_parameters_resume_in_bfloat16(rank: int, use_ori
 @both_views
 @on_ranks(2)
 def test_torchs_fsdp1_does_not_resume_state_of_bitsandbytes(rank: int, use_orig_params: bool) -> None:
-    """A bare error, at the load without ``use_orig_params``. With torchao's the ranks that hold quantized state raise,
-    and the others wait."""
+    """The load raises an unexplained error without ``use_orig_params``. With torchao's optimizers the ranks
+    with quantized state raise, and the other ranks wait.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(plain_model(), use_orig_params=use_orig_params, device_id=device())
@@ -372,7 +381,7 @@ def test_dcp_saves_and_loads_by_get_state_dict(rank: int, kind: str, use_orig_pa
 @some_kinds
 @on_ranks(2)
 def test_dcp_saves_optim_state_and_is_refused_to_load_into_it(rank: int, kind: str) -> None:
-    """It is a copy: what is loaded into it would reach no optimizer."""
+    """optim_state() is a copy: a load into it would not reach the optimizer."""
     from fsdp_c import checkpoint
 
     model, optimizer = trained(kind, rank)
@@ -406,7 +415,7 @@ def test_an_optimizer_in_accelerates_wrapper_resumes_with_the_same_bits(rank: in
     from fsdp_c import FullyShardedDataParallel as FSDP
 
     class Wrapper(Optimizer):
-        """As accelerate's AcceleratedOptimizer, which is an optimizer and has another one."""
+        """An optimizer that wraps another one, like accelerate's AcceleratedOptimizer."""
 
         def __init__(self, optimizer: Optimizer) -> None:
             self.optimizer = optimizer
@@ -479,7 +488,7 @@ def test_a_checkpoint_of_torchs_adamw_becomes_8_bit_state(rank: int, use_orig_pa
 
 
 class Foreign(Tensor):
-    """A tensor subclass whose elements are in another tensor."""
+    """A tensor subclass whose elements are in an inner tensor."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Foreign:

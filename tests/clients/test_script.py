@@ -1,5 +1,4 @@
-"""A script that knows nothing of fsdp_c, started by torchrun with fsdp_c installed before anything else is
-imported."""
+"""A script without any mention of fsdp_c, run under torchrun with fsdp_c installed before all other imports."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The transformers Trainer with FSDP in its arguments, and a model whose output layer shares the embedding's
-weight."""
+"""The transformers Trainer with FSDP in its arguments. The model's output layer shares the embedding's
+weight.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +30,12 @@ from tests.ranks import both_views, device, on_ranks
 require("transformers", "accelerate")
 
 LIBRARY = "transformers"
-BATCH = 2  # of each rank
+BATCH = 2  # per rank
 LENGTH = 6
 VOCABULARY = 30
 STEPS = 6
-ADAM_EPSILON = 1e-4  # the gradient of a key bias is 0 but for rounding, which a smaller one would blow up
+# the gradient of a key bias is 0 except for rounding, which a smaller epsilon would amplify
+ADAM_EPSILON = 1e-4
 
 
 def language_model(seed: int = 0) -> nn.Module:
@@ -50,12 +52,15 @@ def language_model(seed: int = 0) -> nn.Module:
 
 def texts(count: int, seed: int) -> list[dict[str, Tensor]]:
     tokens = torch.randint(1, VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
-    labels = tokens.index_fill(1, torch.tensor([0]), -100)  # never predicted; the Trainer divides by the rest
+    # never predicted; the Trainer divides by the number of other labels
+    labels = tokens.index_fill(1, torch.tensor([0]), -100)
     return [{"input_ids": text, "labels": label} for text, label in zip(tokens, labels, strict=True)]
 
 
 def training_arguments(rank, world_size, folder, kind="TrainingArguments", fsdp_config=None, **options):
-    """What a script gives the Trainer. Options of FSDP that are not named have the Trainer's defaults."""
+    """Return the Trainer's arguments as in a script. Options of FSDP that are not named have the Trainer's
+    defaults.
+    """
     import transformers
 
     launched(rank, world_size)
@@ -129,7 +134,7 @@ def test_trained_evaluated_and_saved_as_the_unsharded_model(rank, world_size, us
     run.train()
     assert_ours(run.model)
     plain, losses = trained_reference(world_size)
-    assert logged_losses(run) == pytest.approx(losses, abs=2e-4)  # the Trainer rounds what it logs
+    assert logged_losses(run) == pytest.approx(losses, abs=2e-4)  # the Trainer rounds logged losses
     assert_same_parameters(full_parameters(run.model), plain.state_dict())
 
     tokens = torch.stack([text["input_ids"] for text in run.eval_dataset])
@@ -147,7 +152,7 @@ def test_trained_evaluated_and_saved_as_the_unsharded_model(rank, world_size, us
 @both_views
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_generates_what_the_unsharded_model_generates(rank, world_size, use_orig_params, tmp_path):
-    """Under summon_full_params, and by the forward method that the Trainer registers."""
+    """Generate under summon_full_params, and through the forward method that the Trainer registers."""
     run = trainer(rank, world_size, tmp_path, use_orig_params=use_orig_params, save_strategy="no")
     FSDP = torch.distributed.fsdp.FullyShardedDataParallel
     run.train()
@@ -163,8 +168,7 @@ def test_generates_what_the_unsharded_model_generates(rank, world_size, use_orig
     assert torch.equal(run.model.generate(prompt, synced_gpus=True, **options).cpu(), expected)
 
 
-# accelerate loads sharded optimizer state into what an optimizer holds, and a new one holds nothing: none
-# with SGD
+# accelerate loads sharded optimizer state into existing state, and a new optimizer has none. SGD needs none.
 @pytest.mark.parametrize(
     ("state_dict_type", "optim"), [("FULL_STATE_DICT", "adamw_torch"), ("SHARDED_STATE_DICT", "sgd")]
 )
@@ -186,7 +190,7 @@ def test_resumed_run_ends_as_the_undisturbed_one(
 
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_model_that_one_rank_holds_is_trained_on_all(rank, world_size, tmp_path):
-    """The other builds it on the meta device; weights that two layers share stay shared."""
+    """Rank 1 builds the model on the meta device. Tied weights stay tied."""
 
     def model():
         with torch.device("cpu" if rank == 0 else "meta"):
@@ -215,13 +219,15 @@ def test_accumulation_under_bf16_with_recomputation_stays_close(rank, world_size
     )
     run.train()
     _, losses = trained_reference(world_size)
-    assert logged_losses(run) == pytest.approx(losses, rel=1e-2)  # bf16 has 8 bits
+    assert logged_losses(run) == pytest.approx(losses, rel=1e-2)  # bf16 has 8 significant bits
     assert {param.dtype for param in run.model.parameters()} == {torch.float32}
 
 
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_predictions_are_generated_as_by_the_unsharded_model(rank, world_size, tmp_path):
-    """Seq2SeqTrainer generates inside summon_full_params, and ranks wait for each other's longest text."""
+    """Seq2SeqTrainer generates inside summon_full_params. Ranks continue until the longest text of all ranks
+    ends.
+    """
     from transformers import Seq2SeqTrainer, T5Config, T5ForConditionalGeneration
 
     def translator():
@@ -261,7 +267,7 @@ def test_predictions_are_generated_as_by_the_unsharded_model(rank, world_size, t
 @both_views
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_clip_trains_as_the_unsharded_model(rank, world_size, use_orig_params):
-    """Its logit_scale has no dimensions, which torch's FSDP1 refuses."""
+    """CLIP's logit_scale is 0-dimensional, which torch's FSDP1 refuses."""
     from transformers import CLIPConfig, CLIPModel
     from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
@@ -319,7 +325,7 @@ def test_clip_trains_as_the_unsharded_model(rank, world_size, use_orig_params):
 @pytest.mark.parametrize("max_shard_size", ["1GB", "5KB"], ids=["one file", "several files"])
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_files_of_a_pretrained_model_load_into_shards(rank, max_shard_size, use_orig_params, tmp_path):
-    """By the code of docs/checkpoints.md: each rank reads its half, also where the weights are tied."""
+    """The code of docs/checkpoints.md loads the files: each rank reads its half, tied weights included."""
     import fsdp_c
     from fsdp_c.wrap import ModuleWrapPolicy
 
@@ -356,7 +362,7 @@ def test_files_of_a_pretrained_model_load_into_shards(rank, max_shard_size, use_
 
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_files_with_other_names_than_the_models_are_refused_before_anything_is_read(rank, tmp_path):
-    """A tied name that is not in the files, and names that transformers converts as it loads."""
+    """The files lack a tied name, or have names that transformers converts during a load."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     import fsdp_c
@@ -381,7 +387,7 @@ def test_files_with_other_names_than_the_models_are_refused_before_anything_is_r
 
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_uninstall_gives_the_library_torchs_class_back(rank, world_size):
-    """The Trainer for sequences holds the class under a name of its own, bound when it was imported."""
+    """Seq2SeqTrainer's module keeps its own reference to the class, bound at its import."""
     from transformers import trainer_seq2seq
 
     import fsdp_c
