@@ -1,7 +1,7 @@
-"""Everything here needs a GPU, real or simulated (docs/testing.md); elsewhere it is skipped, and says
-so.
+"""Tests of this folder need a GPU, real or simulated (docs/testing.md). Elsewhere they are skipped with a
+reason.
 
-``@pytest.mark.real_gpu(what)`` marks what a simulated one cannot show.
+``@pytest.mark.real_gpu(reason)`` marks tests that the simulated GPU cannot run.
 """
 
 from __future__ import annotations
@@ -52,6 +52,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_races() -> Iterator[None]:
-    """Ranks look for themselves: tests/ranks.py."""
+    """Fail tests that leave a race. Rank processes check for races themselves, in tests/ranks.py."""
     with races.none_found():
         yield

@@ -1,8 +1,8 @@
-"""Ranks that share one GPU: gloo promises no gathers and scatters of CUDA tensors, so the functions go by the
-CPU.
+"""Collectives for ranks that share one GPU. gloo does not support all-gather and reduce-scatter of CUDA
+tensors, so they go through the CPU.
 
-Both implementations call them by their public names, so both get the same numbers. Every function waits for
-the device.
+Both implementations call the collectives by their public names, so both get the same numbers. Every function
+waits for the device.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def _gather_digests(digest: bytes, group: Any, device: torch.device) -> list[byt
 
 @contextlib.contextmanager
 def through_the_cpu() -> Iterator[None]:
-    """Replace the gathers and scatters of torch.distributed in the body, and what fsdp_c calls by other
-    names."""
+    """Replace the all-gathers and reduce-scatters of torch.distributed in the body, and fsdp_c's references
+    to them.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(agreement, "_gather", _gather_digests))
         stack.enter_context(mock.patch.object(redistribution, "_all_gather_single", _gather))

@@ -1,5 +1,6 @@
-"""Ranks that share one GPU over NCCL, which refuses that to ranks of one host: so each says that it is on its
-own."""
+"""NCCL for ranks that share one GPU. NCCL refuses two ranks of a host on one device, so each rank claims to
+be a host of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 
 def share_one_gpu(rank: int) -> None:
-    """Before the process' first communicator."""
+    """Set NCCL's environment. Call this before the process' first communicator."""
     os.environ.update(
         NCCL_HOSTID=f"rank{rank}",
         NCCL_SOCKET_IFNAME="lo",
@@ -23,7 +24,9 @@ def share_one_gpu(rank: int) -> None:
 
 @functools.cache
 def nccl_group() -> dist.ProcessGroup:
-    """All ranks, once per process; it has sent something when this returns. Collective."""
+    """Return an NCCL group of all ranks that has run its first collective. Call it once per process.
+    Collective.
+    """
     share_one_gpu(dist.get_rank())
     group = dist.new_group(backend="nccl")
     total = torch.ones(1, device="cuda")

@@ -1,5 +1,6 @@
-"""A save in the background on a GPU: neither the host nor the computation waits for the copy, the optimizer
-does."""
+"""Background saves on a GPU: neither the host nor the compute stream waits for the copy; only the optimizer
+does.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +46,9 @@ def backward(model: FSDP) -> None:
 
 @contextmanager
 def thread_held_back() -> Iterator[threading.Event]:
-    """The thread that writes waits for the copy once the event is set: who waits on the host orders the
-    optimizer as well."""
+    """Delay the writing thread's wait for the copy until the event is set: a wait on the host would also
+    order the optimizer after the copy.
+    """
     over = threading.Event()
     wait = HostCopies.wait
 
@@ -81,7 +83,7 @@ def test_neither_the_host_nor_the_computation_waits_until_the_optimizer_steps(tm
     with (
         mock.patch.multiple(torch.cuda.Stream, **{name: noted(name) for name in waits}),
         mock.patch.multiple(torch.cuda, synchronize=host),
-        mock.patch.object(copies, "wait"),  # the thread's
+        mock.patch.object(copies, "wait"),  # the wait of the writing thread
     ):
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -122,7 +124,7 @@ def test_without_the_optimizers_wait_the_copy_is_a_race(tmp_path: Path, is_left_
 
 def test_the_script_may_write_to_what_is_in_extra_right_after_a_save(tmp_path: Path) -> None:
     model, optimizer = made()
-    extra = {"state": torch.ones(WIDTH, device="cuda")}  # called as an optimizer's
+    extra = {"state": torch.ones(WIDTH, device="cuda")}  # a key as in an optimizer's state dict
     with thread_held_back() as over:
         handle = checkpoint.save(model, optimizer, tmp_path / "ckpt", extra=extra, background=True)
         extra["state"].zero_()
@@ -159,7 +161,7 @@ def test_what_else_writes_before_the_copy_is_over_makes_the_save_fail(
         written(model, optimizer, how)
         if before == "a step":
             optimizer.step()
-            written(model, optimizer, "parameter")  # which the step has made safe
+            written(model, optimizer, "parameter")  # after the step it is safe to write
         over.set()
         if how == "nothing else":
             handle.wait()
@@ -172,7 +174,7 @@ def test_what_else_writes_before_the_copy_is_over_makes_the_save_fail(
     if simulated_gpu.is_on():
         import simulated_gpu as device
 
-        assert bool(device.reports()) == (how != "nothing else")  # each of these is a race
+        assert bool(device.reports()) == (how != "nothing else")  # every other case is a race
     (data,) = (tmp_path / "ckpt").rglob("__0_0.distcp")
-    assert data.read_bytes() == expected  # the old checkpoint, or the same anew
+    assert data.read_bytes() == expected  # the old checkpoint, or a new one with equal values
     checkpoint.save(model, optimizer, tmp_path / "ckpt", background=True).wait()

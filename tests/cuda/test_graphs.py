@@ -1,5 +1,4 @@
-"""Steps of a model whose units stay gathered, in a CUDA graph: replays give what the same steps give without
-one."""
+"""CUDA graphs of steps whose units stay unsharded. Replays must equal the same steps without a graph."""
 
 from __future__ import annotations
 
@@ -38,7 +37,9 @@ def batch(step: int) -> Tensor:
 
 
 def losses_and_gradients(model: Any, graphed: bool) -> list[Tensor]:
-    """Of steps without reduction, which leave the gradients of all of them on each rank."""
+    """Return losses and gradients of steps without reduction, which accumulate unsharded gradients on each
+    rank.
+    """
     inputs, losses = batch(0), []
 
     def step() -> Tensor:
@@ -49,7 +50,7 @@ def losses_and_gradients(model: Any, graphed: bool) -> list[Tensor]:
     with model.no_sync():
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # makes what is made once, as before every capture
+        with torch.cuda.stream(side):  # warm up before the capture
             step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
@@ -80,7 +81,9 @@ def test_a_graph_of_forward_and_backward(strategy: ShardingStrategy, use_orig_pa
 
 
 def used_and_in_a_cycle(strategy: ShardingStrategy) -> tuple[Any, Any]:
-    """A model after a step, which only the collector frees, and a reference to it that does not keep it."""
+    """Return a used model in a reference cycle, so that only the garbage collector frees it, and a weak
+    reference to it.
+    """
     model = wrapped(strategy, True)
     model(batch(0)).sum().backward()
     model.itself = [model]
@@ -89,7 +92,7 @@ def used_and_in_a_cycle(strategy: ShardingStrategy) -> tuple[Any, Any]:
 
 @on_ranks(1, TIMEOUT_S)
 def test_a_model_may_be_collected_while_a_graph_is_captured() -> None:
-    """torch's allocator ends the process where a pool of its ends then."""
+    """torch's allocator aborts the process if one of its pools is freed during a capture."""
     torch.cuda.set_device(0)
     inputs = batch(0)
     model, gone = used_and_in_a_cycle(ShardingStrategy.NO_SHARD)
@@ -106,7 +109,7 @@ def test_a_model_may_be_collected_while_a_graph_is_captured() -> None:
 
 @contextlib.contextmanager
 def collected_as_a_pool_is_entered() -> Iterator[Any]:
-    """In the body a model that was used is collected where the first pool is entered; its weak reference."""
+    """Collect a used model at the moment the body enters its first pool. Yields a weak reference to it."""
     begin = torch._C._cuda_beginAllocateCurrentThreadToPool
     model, gone = used_and_in_a_cycle(ShardingStrategy.FULL_SHARD)
     held = [model]
@@ -123,7 +126,7 @@ def collected_as_a_pool_is_entered() -> Iterator[Any]:
 
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_a_model_may_be_collected_while_another_takes_memory() -> None:
-    """As above, wherever the collector comes in a step."""
+    """The garbage collector may run anywhere in a step, here where another model enters its pool."""
     torch.cuda.set_device(0)
     other = wrapped(ShardingStrategy.FULL_SHARD, True)
     with collected_as_a_pool_is_entered() as gone:

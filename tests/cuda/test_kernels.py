@@ -1,4 +1,4 @@
-"""The operators on a GPU: bit for bit what torch's own operations give there."""
+"""fsdp_c's operators on a GPU, compared bit for bit with torch's own operations there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 
 @contextlib.contextmanager
 def without_waiting() -> Iterator[None]:
-    """In the body whatever makes the host wait for the device is an error."""
+    """Turn every wait of the host for the device into an error in the body."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -48,7 +48,7 @@ def test_cast_divide_is_torchs_to_and_div(
     dtype: torch.dtype, input_dtype: torch.dtype, divisor: float
 ) -> None:
     for numel in NUMELS:
-        source = numbers(numel + 1, input_dtype)[1:]  # off the 16-byte boundary
+        source = numbers(numel + 1, input_dtype)[1:]  # unaligned to 16 bytes
         expected = source.to(dtype)
         expected = expected.clone().div_(divisor) if divisor != 1.0 else expected
         assert same(ops.cast_divide(source, divisor, dtype), expected.contiguous()), numel
@@ -134,7 +134,7 @@ def test_unscale_is_torchs_and_its_finding_stays_on_the_device(
     ours, theirs = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
     wide = [
         tensor.float() if dtype == torch.bfloat16 else tensor for tensor in expected
-    ]  # torch takes no bfloat16
+    ]  # torch does not support bfloat16 here
     torch._amp_foreach_non_finite_check_and_unscale_(wide, theirs, inverse)
     expected = [tensor.to(dtype) for tensor in wide]
     with without_waiting():
@@ -151,7 +151,7 @@ def test_a_launch_goes_to_the_current_stream() -> None:
     source, event = numbers(1 << 24, torch.float32), torch.cuda.Event()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        # the first call loads the kernel and takes memory, which may wait
+        # the first call loads the kernel and allocates memory, and both may wait
         ops.cast_divide(source, 1.0, torch.bfloat16)
         torch.cuda._sleep(100_000_000)
         cast = ops.cast_divide(source, 1.0, torch.bfloat16)
@@ -175,7 +175,9 @@ needs_memory = pytest.mark.skipif(
 
 @pytest.mark.parametrize("numel", [4099 * 3, pytest.param(PAST + 4099, marks=needs_memory)])
 def test_places_past_32_bits_are_reached(numel: int) -> None:
-    """Of each launcher: at both ends, and around the largest number of 32 bits where there are as many."""
+    """Check elements at both ends, and around the largest 32-bit number if the tensor is that large, for each
+    launcher.
+    """
     places = sorted({0, numel - 1, *(place for place in (PAST - 1, PAST) if place < numel)})
     values = torch.arange(3.0, 3.0 + len(places), device="cuda")
     source = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")

@@ -1,5 +1,6 @@
-"""A device without room for what a unit takes beside its steps' gathers and reductions: torch's error says
-which unit it was and what takes less, nothing is kept, and what comes next works."""
+"""Out-of-memory errors in all-gathers and reductions outside of steps. torch's error names the unit and
+remedies, no memory leaks, and the next operation works.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.cuda.test_step import WIDTH, large, one_of_four, requested, step
 
 __all__ = ["one_of_four"]
 
-MORE_NBYTES = 2 * 2**20  # from one try to the next: the least that torch's allocator asks for
+MORE_NBYTES = 2 * 2**20  # added per trial: the smallest request of torch's allocator to the driver
 
 
 def add_up(model: Any) -> None:
@@ -52,7 +53,7 @@ BODIES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def settled(expected: int) -> int:
-    """Bytes that are asked for, once autograd's thread has let go of a backward that raised."""
+    """Wait until autograd's thread has freed a backward that raised, and return the requested bytes."""
     deadline = time.monotonic() + 10.0
     while requested() != expected and time.monotonic() < deadline:
         gc.collect()
@@ -60,7 +61,9 @@ def settled(expected: int) -> int:
 
 
 def said_of(model: Any, body: Callable[[Any], None]) -> list[str]:
-    """What the body's errors say, as it is given a little more room each time until that is enough."""
+    """Run the body with a little more memory each time until it succeeds, and return the messages of its
+    errors.
+    """
     said: list[str] = []
     total = torch.cuda.get_device_properties(GPU).total_memory
     step(model)
@@ -79,7 +82,7 @@ def said_of(model: Any, body: Callable[[Any], None]) -> list[str]:
             torch.cuda.set_per_process_memory_fraction(1.0)
             model.zero_grad()
             gc.collect()
-        # what a backward that raised has brought stays until the next forward
+        # gradients of a backward that raised stay until the next forward
         assert body is add_up or settled(base) == base
         step(model)
         assert settled(base) == base
@@ -99,4 +102,4 @@ def test_a_unit_that_finds_no_room_beside_steps_is_named_with_the_rank_and_a_rem
     assert any(found), said
     assert all(found) or name in ("no_sync", "with gradients"), (
         said
-    )  # which run the model, whose work takes more
+    )  # these run the model, whose activations need more

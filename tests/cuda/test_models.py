@@ -1,5 +1,6 @@
-"""Models as people write them, with torch's optimizers, on a GPU: fsdp_c trains them to the bits of torch's
-FSDP1."""
+"""Typical models with torch's optimizers on a GPU. fsdp_c trains them to bitwise the same result as torch's
+FSDP1.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class OwnAttention(nn.Module):
-    """Written out, by ``@`` of batched matrices."""
+    """Attention written with ``@`` of batched matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class OwnAttention(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """By torch's own function, causal."""
+    """Causal attention by torch's fused function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class FusedAttention(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Over the length, with a norm over the batch, whose buffers count."""
+    """Convolutions over the length, and a batch norm, whose buffers are compared too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Language(nn.Module):
-    """Embedding, layers, and a head that shares its weight."""
+    """Embedding, layers, and a head that shares the embedding's weight."""
 
     def __init__(self, layer: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -110,7 +111,7 @@ def train(fsdp: type, rank: int, layer: str, optimizer: str, options: dict[str, 
     policy = ModuleWrapPolicy({type(model.layers[0])})
     model = fsdp(model, auto_wrap_policy=policy, device_id=GPU, use_orig_params=True, **options)
     steps = OPTIMIZERS[optimizer](model.parameters(), lr=0.01)
-    torch.cuda.manual_seed(17 + rank)  # of what is dropped
+    torch.cuda.manual_seed(17 + rank)  # seed of dropout
     seen = []
     for step in range(4):
         tokens = torch.randint(

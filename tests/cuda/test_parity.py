@@ -1,4 +1,4 @@
-"""Training on a GPU, bit for bit torch's FSDP1: losses, gradients and parameters of every step."""
+"""Training on a GPU, bitwise equal to torch's FSDP1: losses, gradients and parameters of every step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.ranks import on_ranks
 from tests.simulated_gpu import races
 
 STEPS = 6
-TIMEOUT_S = 180.0  # the first test on a rank makes its context, and loads cuBLAS
+TIMEOUT_S = 180.0  # the first test on a rank creates its CUDA context and loads cuBLAS
 GPU = torch.device("cuda", 0)
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 REDUCE_FP32 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -49,7 +49,9 @@ SCALERS = {Upstream: UpstreamScaler, FullyShardedDataParallel: ShardedGradScaler
 
 
 def scaler_for(fsdp: type, options: dict[str, Any]) -> Any:
-    """One that is on for fp16; without it the first steps overflow, and later ones do not."""
+    """Return a gradient scaler, enabled for fp16. Its initial scale makes the first steps overflow and later
+    ones not.
+    """
     group = options.get("process_group") or dist.group.WORLD
     is_fp16 = options.get("mixed_precision") is FP16
     return SCALERS[fsdp](
@@ -58,7 +60,7 @@ def scaler_for(fsdp: type, options: dict[str, Any]) -> Any:
 
 
 def train(fsdp: type, rank: int, no_sync: bool, checkpoint: bool, options: dict[str, Any]) -> list[Tensor]:
-    """Everything a user can see, on the CPU."""
+    """Train and return all results that a user can see, on the CPU."""
     torch.manual_seed(11)
     model: Any = fsdp(
         Net(5, checkpoint_mode="nonreentrant" if checkpoint else None),
@@ -88,7 +90,7 @@ def train(fsdp: type, rank: int, no_sync: bool, checkpoint: bool, options: dict[
 
 
 def loss_of(model: Any, generator: torch.Generator) -> Tensor:
-    """Of a batch on the CPU, which the root brings to the GPU."""
+    """Return the loss of a batch on the CPU, which the root moves to the GPU."""
     return model(torch.randn(4, WIDTH, generator=generator)).float().square().mean()
 
 
@@ -108,8 +110,9 @@ def assert_parity(
 
 @contextlib.contextmanager
 def uploads_after_what_was_computed() -> Iterator[None]:
-    """Under NO_SHARD with CPU offload torch's FSDP1 uploads a unit's parameters to memory of others, with
-    which the GPU may still compute: here it waits."""
+    """Synchronize before uploads. With NO_SHARD and CPU offload torch's FSDP1 uploads parameters into memory
+    that kernels may still use.
+    """
     upload = FlatParamHandle.flat_param_to
 
     def wait_and_upload(handle: Any, *args: Any, **kwargs: Any) -> None:
@@ -121,7 +124,7 @@ def uploads_after_what_was_computed() -> Iterator[None]:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """NaN, as a step that overflows leaves it, is NaN."""
+    """Return True if the tensors are equal, with NaN equal to NaN: a step that overflows leaves NaN."""
     equal = (
         (one == other) | ((one != one) & (other != other))
         if one.shape == other.shape
@@ -132,7 +135,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 @contextlib.contextmanager
 def over(backend: str) -> Iterator[dict[str, Any]]:
-    """On one GPU; with the arguments by which a model uses the backend."""
+    """Use one GPU, and yield the arguments that make a model use the backend."""
     if GPU.type == "cuda":
         torch.cuda.set_device(GPU)
     if backend == "nccl":
@@ -159,7 +162,7 @@ def test_two_ranks_on_one_gpu_train_as_torch_does(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_two_ranks_train_as_torch_does_over_nccl(rank: int, name: str) -> None:
-    """The collectives run beside the computation, as they do on several GPUs."""
+    """With NCCL the collectives overlap with computation, as on several GPUs."""
     with over("nccl") as options:
         assert_parity(rank, name, no_sync=False, checkpoint=False, options=options)
 

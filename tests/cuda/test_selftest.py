@@ -1,4 +1,4 @@
-"""python -m fsdp_c selftest on these devices, with fsdp_c's kernels and with torch's operators."""
+"""python -m fsdp_c selftest on a GPU, with fsdp_c's kernels and with torch's operators."""
 
 from __future__ import annotations
 

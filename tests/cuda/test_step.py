@@ -1,4 +1,4 @@
-"""What only a GPU shows of a step: its memory, what it waits for, and that no result depends on timing."""
+"""Properties of a step that only a GPU shows: memory, waits, and results independent of timing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def requested(kind: str = "current") -> int:
 
 
 def failures() -> int:
-    """How often the device had no memory left: torch's allocator then made room by itself, or raised."""
+    """Return how often an allocation failed at first: torch's allocator then freed cached memory, or raised."""
     stats = torch.cuda.memory_stats()
     return int(stats["num_alloc_retries"] + stats["num_ooms"])
 
@@ -66,8 +66,9 @@ def large(fsdp: Any = FSDP, **options: Any) -> Any:
 
 @pytest.fixture
 def one_of_four() -> Iterator[None]:
-    """The first of ranks whose collectives send nothing: memory and time are as with others, numbers are
-    not."""
+    """Make this process one rank of a group whose collectives send nothing. Memory and time are realistic,
+    numbers are not.
+    """
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     yield
     dist.destroy_process_group()
@@ -95,7 +96,7 @@ def test_a_step_takes_no_memory_from_the_driver_after_the_first_ones(name: str) 
 
 @pytest.mark.usefixtures("one_of_four")
 def test_peak_memory_does_not_depend_on_timing() -> None:
-    """The same whether the host runs far ahead of the device or waits for it after every unit."""
+    """The peak is equal whether the host runs far ahead of the device or waits for it after every unit."""
     peaks = []
     for slow in (False, True):
         model = large()
@@ -127,12 +128,12 @@ def test_a_step_never_waits_for_the_device() -> None:
 
 @pytest.mark.usefixtures("one_of_four")
 def test_steps_go_on_when_the_pool_can_grow_no_further() -> None:
-    """What another stream has freed is given back to the driver for it."""
+    """Memory that another stream has freed is returned to the driver to make room."""
     step(large())
-    gc.collect()  # or what that model has left may make room amid the step
+    gc.collect()  # otherwise freed memory of that model may make room during the step
     model = large()
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.empty(2**28, dtype=torch.uint8, device=GPU)  # freed at once, and kept by torch's allocator
+        torch.empty(2**28, dtype=torch.uint8, device=GPU)  # freed at once, and cached by torch's allocator
     total = torch.cuda.get_device_properties(GPU).total_memory
     before = failures()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
@@ -141,15 +142,16 @@ def test_steps_go_on_when_the_pool_can_grow_no_further() -> None:
         torch.cuda.synchronize()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert failures() > before  # of a pool that could not grow
+    assert failures() > before  # the pool could not grow
 
 
 @both_views
 @pytest.mark.parametrize("name", ["plain", "bf16"])
 @pytest.mark.usefixtures("one_of_four")
 def test_gradients_of_no_sync_go_as_units_are_reduced(name: str, use_orig_params: bool) -> None:
-    """At the end of the backward there are their shards, one unit's in reduction, one to come, and its
-    parameters."""
+    """At the end of the backward there are the gradients' shards, one unit in reduction, the next unit's
+    gradients, and its parameters.
+    """
     model = large(**TRANSFERS[name] | {"use_orig_params": use_orig_params})
     step(model)
     gc.collect()
@@ -174,9 +176,10 @@ POLICIES: dict[str, Any] = {
 
 @pytest.fixture(params=[0.02, 0.2], ids=["late", "later than the script waits"])
 def let_go_late(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Autograd's own thread lets go of a backward that has raised when the script is on its way already.
+    """Delay autograd's thread in freeing a backward that raised, until the script has gone on.
 
-    ``raises`` is a hook of tensors; as long as it is amid its list, nothing of that backward goes.
+    ``raises`` is a tensor hook. It keeps the backward's Hook objects alive until a timer releases them; until
+    then nothing of that backward is freed.
     """
     held: list[Any] = []
 
@@ -195,7 +198,7 @@ def let_go_late(request: pytest.FixtureRequest) -> Iterator[Any]:
 def test_an_optimizer_after_a_failed_backward_finds_the_gradients_of_before(
     strategy: str, let_go_late: Any
 ) -> None:
-    """What it clears stays cleared, however late the backward goes."""
+    """Gradients cleared by the optimizer stay cleared, however late the backward is freed."""
     model = large(sharding_strategy=ShardingStrategy[strategy])
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=0.1)
@@ -224,8 +227,7 @@ def test_an_optimizer_after_a_failed_backward_finds_the_gradients_of_before(
 def test_auto_wrapping_brings_a_model_to_the_device_unit_by_unit(
     options: dict[str, Any], policy: str, use_orig_params: bool
 ) -> None:
-    """Beside the shards that are made, a unit's parameters are there, their flat parameter, and nothing of
-    others."""
+    """Besides the finished shards only one unit's parameters and flat parameter are on the device."""
     gc.collect()
     base = requested()
     torch.cuda.reset_peak_memory_stats()
@@ -240,8 +242,9 @@ def test_auto_wrapping_brings_a_model_to_the_device_unit_by_unit(
 
 
 def results(model: Any, delay: int) -> list[Tensor]:
-    """Gradients, and parameters after each step, on a device made late: a missing wait shows as other
-    numbers."""
+    """Return gradients, and parameters after each step, on a delayed device: a missing wait changes the
+    numbers.
+    """
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
@@ -273,7 +276,7 @@ def test_results_do_not_depend_on_timing(name: str) -> None:
 @pytest.mark.parametrize("name", TRANSFERS)
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_results_do_not_depend_on_timing_over_nccl(name: str) -> None:
-    """Nothing makes the host wait here, as the gathers through the CPU do."""
+    """Over NCCL nothing makes the host wait, while all-gathers through the CPU do."""
     with over("nccl") as group:
         options = TRANSFERS[name] | group
         assert_alike(results(large(**options), 0), results(large(**options), 3_000_000))
@@ -321,7 +324,7 @@ def test_a_sharded_state_dict_on_the_cpu_takes_as_little_of_the_device_as_torch_
 @pytest.mark.parametrize("name", ["plain", "offload"])
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_state_dicts_bring_back_what_was_saved_over_nccl(name: str, kind: Any) -> None:
-    """NCCL sends from the GPU alone, wherever shards and state dicts lie."""
+    """NCCL sends from the GPU only, whether shards and state dicts are on the GPU or the CPU."""
     with over("nccl") as group:
         model = large(**TRANSFERS[name] | group)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -367,7 +370,9 @@ def test_full_parameters_are_shown_and_written_back_over_nccl() -> None:
 
 
 def move(model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """As libraries for reinforcement learning do it around a rollout, checks included."""
+    """Move the model between devices as libraries for reinforcement learning do around a rollout, checks
+    included.
+    """
     _lazy_init(model, model)
     assert model._is_root
     for handle in model._all_handles:
@@ -416,9 +421,8 @@ def test_model_that_leaves_the_device_between_steps_trains_as_one_that_stays(
 @pytest.mark.parametrize("name", ["plain", "bf16"])
 @pytest.mark.usefixtures("one_of_four")
 def test_model_that_leaves_the_device_leaves_nothing_there(name: str) -> None:
-    """The memory that its steps gather into included, which is a pool of its own: empty_cache() gives it
-    back."""
-    # cuBLAS's own memory
+    """empty_cache() also returns the memory of the pool for all-gathers."""
+    # cuBLAS's workspace
     train_once(plain := nn.Linear(WIDTH, WIDTH, device=GPU), torch.optim.SGD(plain.parameters()))
     del plain
     torch.cuda.empty_cache()
@@ -487,8 +491,7 @@ def test_gradients_leave_the_device_with_the_parameters(
 def test_whole_parameters_can_be_saved_where_they_have_been_moved_to(
     rank: int, use_orig_params: bool, after: str
 ) -> None:
-    """As torch does after a step, with use_orig_params; where something must be gathered, the error says what to
-    do."""
+    """torch can save after a step with use_orig_params. If an all-gather is needed, the error names a remedy."""
     with over("nccl") as group:
         model = small("NO_SHARD", use_orig_params=use_orig_params, **group)
         if after == "a backward":
@@ -517,7 +520,7 @@ def refusal(module: nn.Module, **options: Any) -> str:
 
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_values_on_the_cpu_that_the_group_cannot_send_are_refused(rank: int) -> None:
-    """A group with gloo sends them."""
+    """NCCL cannot send tensors on the CPU. A group that also has gloo can."""
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with over("nccl") as group:
         assert f"'0.weight' of unit 'Sequential' on rank {rank}, whose" in refusal(module.cpu(), **group)
@@ -536,14 +539,14 @@ def test_values_on_the_cpu_that_the_group_cannot_send_are_refused(rank: int) -> 
 
 
 def held() -> tuple[int, int]:
-    """Bytes that live, and that torch has from the driver."""
+    """Return the allocated bytes and the bytes reserved from the driver."""
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 @pytest.mark.usefixtures("one_of_four")
 def test_what_the_computation_waits_for_has_priority(strategy: str) -> None:
-    """Torch gives it under hybrid strategies alone."""
+    """torch uses high-priority streams for hybrid strategies only."""
     raised = {}
     for which, implementation in (("torch", Upstream), ("fsdp_c", FSDP)):
         options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}

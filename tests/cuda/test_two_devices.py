@@ -1,5 +1,6 @@
-"""Two GPUs in one process: a model computes on its own, whatever the current one is and wherever its inputs
-are."""
+"""Two GPUs in one process. A model computes on its own device, whatever the current device and the device of
+its inputs.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def wrapped(device_id: Any, **options: Any) -> Any:
 
 
 def train(model: Any, rank: int, inputs_on: torch.device, steps: int = 3) -> list[Tensor]:
-    """Losses, norms, gradients, parameters and the state dict, on the CPU."""
+    """Train and return losses, norms, gradients, parameters and the state dict, on the CPU."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     seen = []
     for step in range(steps):
