@@ -1,8 +1,7 @@
-"""A simulated GPU under a torch that was built for the CPU, as device "cuda": docs/testing.md is about
-it.
+"""A simulated GPU for a CPU build of torch, as device "cuda": see docs/testing.md.
 
-``python -m tests.simulated_gpu ARGUMENTS OF PYTHON`` runs Python on it; ``environment()`` is what a process
-needs.
+``python -m tests.simulated_gpu ARGUMENTS OF PYTHON`` runs Python on it. ``environment()`` returns the
+environment of such a process.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ PROCESS = Path(__file__).resolve().parent / "process"
 
 
 def environment(devices: int = 2) -> dict[str, str]:
-    """What to add to the environment of a Python process, built if it is stale: the device is there before
-    torch is.
+    """Build the device if it is stale, and return the environment variables that load it before torch.
 
-    Child processes inherit it.
+    Child processes inherit the variables.
     """
     folder = built_folder()
     path = [str(PROCESS), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -32,5 +30,5 @@ def environment(devices: int = 2) -> dict[str, str]:
 
 
 def is_on() -> bool:
-    """Whether this process has the device."""
+    """Return True if this process runs on the simulated GPU."""
     return bool(os.environ.get("SIMULATED_GPU"))

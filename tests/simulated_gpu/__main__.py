@@ -1,7 +1,7 @@
 """Runs Python on the simulated GPU: ``python -m tests.simulated_gpu -m pytest tests/cuda``, or ``...
 script.py``.
 
-Without arguments it is built, if it is stale, and nothing is run.
+Without arguments the device is built if it is stale, and nothing is run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Builds the simulated device into build/simulated_gpu, as far as it is stale: a minute or two from nothing.
+"""Incremental build of the simulated device into build/simulated_gpu. A full build takes one or two minutes.
 
-libcuda.so.1 is the device, libtorch_cuda.so torch's side of it, _cuda.so fsdp_c's kernels for it.
+libcuda.so.1 is the device, libtorch_cuda.so is torch's backend for it, and _cuda.so contains fsdp_c's
+kernels.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ TORCH_SOURCES = (
     "recurrent",
     "tensors",
     "cpu_tensors",
-)  # the longest first
+)  # longest compilation first
 
 DEVICE_FLAGS = ["-std=c++20", "-O1", *STRICT]
-# NDEBUG as torch was built: what its headers assert would be another layout.
+# NDEBUG as in torch's build: assertions in its headers would change the layout of structs.
 TORCH_FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", *STRICT]
 TORCH_FLAGS += [
     "-DTORCH_EXTENSION_NAME=_C",
@@ -39,7 +40,7 @@ TORCH_FLAGS += [
 
 
 def torch_folder() -> Path:
-    """Of the installed torch, which is not imported."""
+    """Return the folder of the installed torch without importing it."""
     found = importlib.util.find_spec("torch")
     if found is None or not found.submodule_search_locations:
         raise RuntimeError("the simulated GPU is built for a torch, and none is installed")
@@ -71,7 +72,7 @@ def torch_library() -> Library:
     flags = [*TORCH_FLAGS, *(word for path in includes for word in ("-isystem", str(path)))]
     of_torch = (
         f"-L{torch / 'lib'}",
-        "-Xlinker",  # -Wl splits at commas
+        "-Xlinker",  # -Wl splits its arguments at commas
         f"-rpath={torch / 'lib'}",
         "-lc10",
         "-ltorch_cpu",
@@ -83,8 +84,9 @@ def torch_library() -> Library:
 
 
 def kernel_library() -> Library:
-    """fsdp_c's .cu files, whose table is known inside by another name, under the table that says what they
-    touch."""
+    """Return the library of fsdp_c's .cu files. Their table is renamed, and wrapped by the table that reports
+    each kernel's memory accesses.
+    """
     emulation = ROOT / "tests" / "native" / "cuda_emulation.h"
     flags = [
         *KERNEL_FLAGS,
@@ -104,7 +106,7 @@ def kernel_library() -> Library:
 
 
 def built_folder() -> Path:
-    """The folder of the libraries, which are as new as their sources. One process builds at a time."""
+    """Build stale libraries and return their folder. One process builds at a time."""
     with one_at_a_time(FOLDER):
         build([device_library(), torch_library(), kernel_library()], "the simulated GPU")
     return FOLDER

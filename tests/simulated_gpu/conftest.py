@@ -1,4 +1,4 @@
-"""These tests are about the simulated GPU itself: they run on it, and are skipped elsewhere."""
+"""Tests of the simulated GPU itself. They are skipped in processes without it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The rank tests that cannot run with ``--device cuda``, each with its reason.
+"""Rank tests that cannot pass with ``--device cuda``, each with its reason.
 
-They are those of the simulated GPU; torch's CUDA build (tests/real_cuda) runs some of them. A test of the
-list is run all the same, and one that passes there fails: it does not belong here any more.
+The list is for the simulated GPU; torch's CUDA build (tests/real_cuda) runs some of the tests. Listed tests
+are run too, and a listed test that passes is a failure: remove it from the list.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ REASONS: dict[str, dict[str, str]] = {
     },
 }
 
-RUN_ON_CUDA_BUILD = {  # whose optimizers divide as the CPU does, and whose generators are torch's
+RUN_ON_CUDA_BUILD = {  # there, optimizers divide like the CPU, and generators are torch's
     "test_sparse_gradient_is_refused_with_rank_unit_parameter_and_remedy",
     "test_training_is_bitwise_that_without_offload",
     "test_meta_module_is_initialised_after_it_was_parallelized",
@@ -92,7 +92,9 @@ RUN_ON_CUDA_BUILD = {  # whose optimizers divide as the CPU does, and whose gene
 
 
 def reason(nodeid: str) -> str | None:
-    """Why a test cannot run there, by its name or by that of all its cases."""
+    """Return the reason why a test cannot pass, by its full name or by the name of the function for all its
+    cases.
+    """
     file, _, name = nodeid.partition("::")
     of_file = REASONS.get(file, {})
     if real_cuda.is_on() and name.partition("[")[0] in RUN_ON_CUDA_BUILD:

@@ -1,4 +1,4 @@
-"""Fails what leaves a race, or memory that was given back early, behind on the simulated GPU."""
+"""Race and early-free detection of the simulated GPU, for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.simulated_gpu import is_on
 
 @contextmanager
 def none_found() -> Iterator[None]:
-    """Raises AssertionError if the race detector finds anything meanwhile; nothing without the device."""
+    """Raise AssertionError if the race detector finds anything in the body. No effect without the device."""
     if not is_on():
         yield
         return
@@ -23,10 +23,9 @@ def none_found() -> Iterator[None]:
 
 
 def forget() -> None:
-    """What was found so far is not ours: torch's FSDP1 has races (NO_SHARD with CPU offload, gathers by
-    hand).
+    """Drop the findings so far: torch's FSDP1 has races (NO_SHARD with CPU offload, all-gathers by hand).
 
-    Nor is what others will do with the memory that it leaves.
+    The synchronization also keeps later uses of its memory from being reported.
     """
     if is_on():
         import simulated_gpu

@@ -1,4 +1,4 @@
-"""What the simulated GPU shows of CUDA graphs."""
+"""CUDA graphs on the simulated GPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ def captured(work: Callable[[torch.Tensor], object], values: torch.Tensor) -> to
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     with torch.cuda.stream(
         torch.cuda.current_stream()
-    ):  # torch leaves another one behind where a capture fails
+    ):  # torch leaves a different current stream after a failed capture
         try:
             with torch.cuda.graph(graph, pool=pool):
                 work(values)
         except RuntimeError:
-            # and before 2.13 its allocator amid the capture, where the end of any MemPool ends the process
+            # before 2.13 torch also leaves its allocator in capture, and the end of any MemPool aborts the
+            # process
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(values.device.index, pool)
             raise

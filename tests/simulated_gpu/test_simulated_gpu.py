@@ -1,4 +1,4 @@
-"""What the simulated GPU promises and tests of the product count on: devices, fresh memory, waits of the host."""
+"""Properties of the simulated GPU on which other tests rely: devices, fresh memory, waits of the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_tensors_of_the_cpu_and_of_the_gpu_do_not_mix() -> None:
         torch.ones(3, device=GPU) + torch.ones(3)
     with pytest.raises(RuntimeError, match="at least two devices, cuda:0 and cuda:1"):
         torch.ones(3, device=GPU) + torch.ones(3, device="cuda:1")
-    # a number
+    # a scalar on the CPU
     assert torch.equal(torch.ones(3, device=GPU) + torch.tensor(2.0), torch.full((3,), 3.0, device=GPU))
 
 

@@ -1,4 +1,4 @@
-"""What a training step holds by the rules of torch's allocator: fsdp_c, beside torch's FSDP1 and FSDP2."""
+"""Memory of a training step under torch's allocator: fsdp_c, torch's FSDP1 and FSDP2."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_more_is_requested_than_by_torch(shape: str) -> None:
-    """What is allocated is a little more: the allocator leaves a rest of less than 1 MiB to a block that is
-    larger. At the end of a backward FSDP2 frees the root's gradients before it makes the shard to which they are
-    reduced; FSDP1 and fsdp_c have both."""
+    """Requested bytes are compared. Allocated bytes are slightly larger, as the allocator does not split off
+    less than 1 MiB of a larger block. At the end of a backward FSDP2 frees the root's gradients before it
+    allocates their reduced shard; FSDP1 and fsdp_c hold both.
+    """
     fsdp1, fsdp2, ours = (in_a_process(Row(name, "0.4B", **SHAPES[shape])) for name in IMPLEMENTATIONS)
     is_end = shape == "most at the end of the backward"
     shard = 2 * 32000 * 1024 * 4 / 8 / 2**20 if is_end else 0.0
@@ -76,7 +77,9 @@ def run(program: str, **variables: str) -> None:
 
 
 def test_what_steps_gather_is_cut_of_one_segment_without_rests() -> None:
-    """Of four layers of 2 MiB and a little, two at a time; the segment is the smallest that there is."""
+    """Four layers of just over 2 MiB, two unsharded at a time, need the smallest segment that the allocator
+    has.
+    """
     run("""
 torch.cuda.empty_cache()
 with memory() as taken:
@@ -89,8 +92,9 @@ assert [block.nbytes for block in taken.segments.values() if block.in_pool] == [
 
 
 def test_what_is_gathered_outside_of_a_step_is_not_kept_for_steps() -> None:
-    """Whole parameters in fp32 are shown under the script's stream; the pool is of another one, and has no
-    room."""
+    """Full parameters in fp32 are allocated on the script's stream. The pool belongs to a different stream
+    and has no room.
+    """
     run("""
 torch.cuda.empty_cache()
 before = torch.cuda.memory_reserved()
@@ -112,7 +116,9 @@ assert torch.cuda.memory_reserved() == before, (before, torch.cuda.memory_reserv
 
 
 def test_what_others_have_freed_makes_room_for_what_steps_gather() -> None:
-    """Before the first step it fills the device, and the piece has no other place."""
+    """Cached memory fills the device before the first step, so that there is no other place for the arena
+    block.
+    """
     run("""
 model, batch = wrap(nn.Linear(4096, 4096, device="cuda")), torch.empty(16, 4096, device="cuda")
 torch.empty(2**30, dtype=torch.uint8, device="cuda")
@@ -128,7 +134,9 @@ assert largest >= 4 * (4096 * 4096 + 4096), largest  # what the last reduction r
 
 @pytest.mark.parametrize("conf", ["", "max_split_size_mb:21"])
 def test_a_segment_that_the_allocator_may_not_split_is_given_back(conf: str) -> None:
-    """Then what steps gather has segments of its own, and empty_cache() leaves nothing idle beside them."""
+    """If the allocator cannot split the segment, unsharded parameters get their own segments, and
+    empty_cache() leaves no idle memory.
+    """
     program = """
 full = 2 * (4096 * 4096 + 4096)
 net = [nn.Linear(4096, 4096, bias=True, device="cuda") for _ in range(3)]
@@ -152,8 +160,9 @@ def inputs():
 
 
 def test_the_last_reduction_reads_memory_of_the_pool_which_is_idle_then() -> None:
-    """Of four layers in bf16, reduced in fp32, the first alone comes last in backward: it finds the room of
-    two."""
+    """The first of four layers, in bf16 with reduction in fp32, is reduced last. Its input fits into the room
+    of two unsharded layers.
+    """
     run(
         INPUTS
         + """
@@ -175,7 +184,9 @@ model = wrap(nn.Linear(1024, 1024, device="cuda"))
 
 
 def test_the_pool_has_room_for_the_root_s_reduction() -> None:
-    """Of one layer in bf16 the reduction reads twice the bytes that are gathered."""
+    """For a single layer in bf16, the input of the reduction in fp32 is twice as large as the unsharded
+    parameters.
+    """
     run(
         ONE_LAYER
         + """
@@ -186,7 +197,7 @@ assert [in_pool for _, in_pool in inputs()] == [True]
 
 
 def test_where_the_pool_has_no_room_the_last_reduction_reads_memory_of_the_compute_stream() -> None:
-    """A first forward without gradients awaits no reduction."""
+    """A first forward without gradients does not reserve room for a reduction."""
     run(
         ONE_LAYER
         + """
@@ -199,7 +210,7 @@ assert inputs() == [(0, False)]
 
 
 def test_gradients_that_were_reduced_in_another_dtype_are_memory_of_the_compute_stream() -> None:
-    """That of the stream which reduces has room for what is packed, and what stayed there would break it up."""
+    """The reduction stream's memory is for packed gradients. Gradients allocated there would fragment it."""
     run("""
 mixed = MixedPrecision(torch.bfloat16)
 model = wrap(nn.Sequential(*(wrap(nn.Linear(1024, 1024, device="cuda")) for _ in range(4))))

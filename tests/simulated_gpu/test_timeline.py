@@ -1,8 +1,8 @@
-"""The model of time, held to programs whose times are computed by hand.
+"""The model of time, checked with programs whose times are computed by hand.
 
-Each program runs in a process that computes nothing and stands for 8 ranks, with costs of round numbers: the
-device moves 1000 bytes and does 1000 floating-point operations in a us, 500 of attention, a gather takes 10 us and
-one more for 100 bytes.
+Each program runs in a process that computes nothing and represents 8 ranks. Costs are round numbers: the
+device moves 1000 bytes per us and does 1000 floating-point operations per us, 500 of attention. An all-gather
+takes 10 us, and 1 us more per 100 bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ times = {}
 
 
 def run(program: str, settings: dict[str, str] | None = None) -> dict[str, Any]:
-    """What the program leaves in ``times``."""
+    """Run the program and return its dict ``times``."""
     code = (
         PREPARATION
         + textwrap.dedent(program)
@@ -202,7 +202,7 @@ WHOLE_PARAMETERS = """
 def test_the_next_bucket_of_whole_parameters_moves_beside_the_computation_of_this_one() -> None:
     times = run(WHOLE_PARAMETERS)
     moves = times["moves"]
-    assert len(moves) == 2 * 4  # of four buckets, to the owners and back
+    assert len(moves) == 2 * 4  # four buckets, each sent to its owner and back
     assert times["time"] > 4 * 2 * 200**3 / 1000
     assert times["exposed"] == pytest.approx(moves[0] + moves[-1])
 

@@ -1,6 +1,7 @@
-"""iter_full_params by the model of time: gathers beside the caller's copies, in the memory of two units.
+"""iter_full_params by the model of time: all-gathers overlap with the caller's copies, in the memory of two
+units.
 
-32 layers on 8 ranks, of whose parameters the caller copies each to the host.
+The model has 32 layers on 8 ranks. The caller copies every parameter to the host.
 """
 
 from __future__ import annotations

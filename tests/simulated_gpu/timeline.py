@@ -1,7 +1,7 @@
-"""What a step took on the simulated GPU, by the model of time in device/timeline.h, and where the time went.
+"""Time and memory of a step on the simulated GPU, by the model of time in device/timeline.h.
 
-``with step() as taken:`` measures from the host's time at the begin to when all streams are through. It takes
-a process with SIMULATED_GPU_TIMELINE=1 or SIMULATED_GPU_SHAPES=1: ``environment()``. All times are in
+``with step() as taken:`` measures from the host's time at the begin until all streams are idle. The process
+needs SIMULATED_GPU_TIMELINE=1 or SIMULATED_GPU_SHAPES=1, which ``environment()`` sets. All times are in
 microseconds.
 """
 
@@ -19,13 +19,14 @@ from tests import simulated_gpu
 COMPUTE, COPY, GATHER, SCATTER, OTHER_COLLECTIVE, HOST_WAITS = range(6)
 COMMUNICATION = (GATHER, SCATTER, OTHER_COLLECTIVE)
 HOST_COSTS = ("op", "view", "launch", "collective", "event", "segment", "unit")
-HOST = -1  # in the place of a stream
+HOST = -1  # stands for the host where a stream is expected
 Interval = tuple[float, float]
 
 
 def environment(memory_gib: float = 80) -> dict[str, str]:
-    """What to add to the environment of a process that computes nothing and stands for all ranks on one
-    device."""
+    """Return the environment variables of a process that computes nothing and represents all ranks on one
+    device.
+    """
     return simulated_gpu.environment(1) | {
         "SIMULATED_GPU_SHAPES": "1",
         "SIMULATED_GPU_RACES": "0",
@@ -35,20 +36,20 @@ def environment(memory_gib: float = 80) -> dict[str, str]:
 
 
 def native() -> Any:
-    """The device's library, as a module of Python."""
+    """Return the device's library as a Python module."""
     import simulated_gpu as of_process
 
     return of_process.library()
 
 
 def set_costs(**costs: float) -> None:
-    """What device/timeline.h has in ``machine_costs``, by name."""
+    """Set fields of ``machine_costs`` in device/timeline.h by name."""
     for name, value in costs.items():
         native().set_cost(name, value)
 
 
 def host_is_free() -> None:
-    """The host costs nothing: what is left is the schedule's own."""
+    """Set the host's costs to zero. The remaining time is due to the schedule only."""
     set_costs(**dict.fromkeys(HOST_COSTS, 0.0))
 
 
@@ -58,9 +59,10 @@ def set_wire(
     ranks: int = 0,
     multiprocessors: float = 0.0,
 ) -> None:
-    """How long an all-gather takes by the bytes that each rank has in the end; straight between the given
-    sizes. For a group of so many ``ranks``, or with 0 for those without a table of their own. Collectives
-    occupy that part of the ``multiprocessors``."""
+    """Set the time of an all-gather as a table by the output's bytes, linear between the given sizes. The
+    table is for groups of ``ranks`` ranks; with 0, for all groups without their own table. Collectives occupy
+    the given fraction of the ``multiprocessors``.
+    """
     native().set_wire(between_nodes, us_by_nbytes, ranks, multiprocessors)
 
 
@@ -70,24 +72,24 @@ class Span:
 
     begin: float
     end: float
-    asked: float  # the host's time at the launch
-    ready: float  # the stream's, with what it waited for
-    before: float  # the end of what the stream did before
+    asked: float  # host time of the launch
+    ready: float  # time at which the stream's waits are over
+    before: float  # end of the previous work on the stream
     serial: int
-    cause: int  # the span for which the stream waited, where that was later than its own work; -1
+    cause: int  # span that delayed this one, if it ended after the stream's previous work; -1 otherwise
     stream: int  # 0: the default stream
     kind: int
     name: str
-    after: Sequence[int] = ()  # what was to be over before, but for what its stream did itself
-    memory: float = 0.0  # the part of the memory's bandwidth that it takes while it is alone
-    multiprocessors: float = 0.0  # of those that compute; a collective keeps its own from others
+    after: Sequence[int] = ()  # spans on other streams that must end before this one
+    memory: float = 0.0  # fraction of the memory bandwidth used when alone
+    multiprocessors: float = 0.0  # fraction used; a collective's are not available to other spans
 
 
 # ---- intervals
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same time, as intervals that do not touch."""
+    """Return disjoint intervals that cover the same time."""
     joined: list[Interval] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1]:
@@ -98,7 +100,7 @@ def union(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def common(one: list[Interval], other: list[Interval]) -> list[Interval]:
-    """What is in both, each of which is a union."""
+    """Return the intersection of two lists of disjoint intervals."""
     found, i, j = [], 0, 0
     while i < len(one) and j < len(other):
         begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
@@ -124,7 +126,7 @@ def busy(spans: Sequence[Span]) -> list[Interval]:
 
 @dataclass
 class Step:
-    """What ran between two times at which the device was through with everything."""
+    """The spans between two times at which the device was idle."""
 
     begin: float = 0.0
     end: float = 0.0
@@ -135,7 +137,7 @@ class Step:
 
     @property
     def main(self) -> list[Span]:
-        """What ran on the default stream, collectives on it included."""
+        """Return the spans of the default stream, collectives included."""
         return [span for span in self.spans if span.stream == 0]
 
     @property
@@ -144,7 +146,7 @@ class Step:
 
     @property
     def compute(self) -> float:
-        """The default stream computes."""
+        """Return the time in which the default stream computes."""
         return total(busy([span for span in self.main if span.kind == COMPUTE]))
 
     @property
@@ -153,7 +155,7 @@ class Step:
 
     @property
     def idle(self) -> list[Interval]:
-        """The default stream neither computes nor copies."""
+        """Return the intervals in which the default stream neither computes nor copies."""
         gaps, at = [], self.begin
         for begin, end in busy([span for span in self.main if span.kind not in COMMUNICATION]):
             gaps.append((at, begin))
@@ -162,13 +164,14 @@ class Step:
 
     @property
     def exposed(self) -> float:
-        """The default stream is idle while a collective runs."""
+        """Return the time in which the default stream is idle and a collective runs."""
         return total(common(self.idle, busy(self.of(*COMMUNICATION))))
 
     @property
     def host_bound(self) -> float:
-        """All that the default stream waited for is over, but the host, which waits for nothing, launches
-        late."""
+        """Return the time in which the default stream is ready but idle, because the host, which is not
+        waiting itself, launches late.
+        """
         late = union([(max(s.ready, s.before, self.begin), s.begin) for s in self.main])
         return total(late) - total(common(late, busy(self.of(HOST_WAITS))))
 
@@ -178,25 +181,25 @@ class Step:
 
 @dataclass(frozen=True)
 class Block:
-    """Memory in use, or reserved."""
+    """A block of memory in use, or a reserved segment."""
 
     nbytes: int
-    stream: int  # to which it belongs; 0: the default stream
+    stream: int  # stream of the allocation; 0: the default stream
     in_pool: bool
 
 
 @dataclass
 class Memory:
-    """What was in use on the device, from one moment to another."""
+    """Changes of the device's memory in a period of time."""
 
-    # the address, and whether it is taken
+    # (address, block, True if allocated or False if freed)
     changes: list[tuple[int, Block, bool]] = field(default_factory=list)
-    # by their addresses: what is reserved at the end
+    # segments reserved at the end, by address
     segments: dict[int, Block] = field(default_factory=dict)
 
     @property
     def in_use(self) -> Counter[Block]:
-        """At the end."""
+        """Count the blocks in use at the end."""
         return Counter(self._follow()[0].values())
 
     @property
@@ -205,7 +208,7 @@ class Memory:
 
     @property
     def idle_at_peak(self) -> Counter[Block]:
-        """What was not in use then of each segment that is there at the end."""
+        """Count the idle bytes at the peak, per segment that is reserved at the end."""
         starts = sorted(self.segments)
         idle = {start: segment.nbytes for start, segment in self.segments.items()}
         for address, block in self._follow()[1].items():
@@ -215,7 +218,7 @@ class Memory:
         )
 
     def _follow(self) -> tuple[dict[int, Block], dict[int, Block]]:
-        """What is used, by address: at the end, and at the peak."""
+        """Return the blocks in use at the end and at the peak, by address."""
         used: dict[int, Block] = {}
         nbytes = peak = 0
         at_peak: dict[int, Block] = {}
@@ -236,7 +239,7 @@ def nbytes_of(blocks: Counter[Block]) -> int:
 
 @contextmanager
 def memory() -> Iterator[Memory]:
-    """Yields a Memory, which is filled at the end."""
+    """Log memory in the body. The yielded Memory is filled at the end."""
     native().log_memory()
     taken = Memory()
     yield taken
@@ -248,7 +251,7 @@ def memory() -> Iterator[Memory]:
 
 @contextmanager
 def step() -> Iterator[Step]:
-    """Yields a Step, which is filled at the end."""
+    """Measure the body. The yielded Step is filled at the end."""
     import torch
 
     torch.cuda.synchronize()
