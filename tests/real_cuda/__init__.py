@@ -1,7 +1,7 @@
-"""torch's own CUDA build on a GPU that is not there: docs/testing.md is about it.
+"""torch's own CUDA build without a real GPU: see docs/testing.md.
 
-``python -m tests.real_cuda ARGUMENTS OF PYTHON`` runs its Python, in an environment of its own;
-``environment()`` is what a process of it needs.
+``python -m tests.real_cuda ARGUMENTS OF PYTHON`` runs the Python of its own environment. ``environment()``
+returns the environment variables of such a process.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ SETTING = "FAKE_CUDA"
 
 
 def environment(libraries: Path, devices: int = 2) -> dict[str, str]:
-    """What to add to the environment of a Python process whose torch these libraries were built for.
+    """Return the environment variables of a Python process whose torch matches these libraries.
 
-    Child processes inherit it.
+    Child processes inherit them.
     """
     path = [str(PROCESS), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
@@ -28,5 +28,5 @@ def environment(libraries: Path, devices: int = 2) -> dict[str, str]:
 
 
 def is_on() -> bool:
-    """Whether this process has such a torch."""
+    """Return True if this process uses the CUDA build."""
     return bool(os.environ.get(SETTING))

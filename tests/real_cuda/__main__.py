@@ -1,8 +1,8 @@
 """Runs the Python of a CUDA build of torch without a GPU: ``python -m tests.real_cuda -m pytest tests/cuda``.
 
-``FAKE_CUDA_TORCH`` is the version of torch, 2.13.0 unless it says another. Without arguments its environment
-and the libraries are made, as far as they are stale, and nothing is run. With ``FAKE_CUDA_CLIENTS=1`` its Python
-has the libraries of tests/clients too.
+``FAKE_CUDA_TORCH`` selects the version of torch, by default 2.13.0. Without arguments the environment and the
+libraries are built if they are stale, and nothing is run. With ``FAKE_CUDA_CLIENTS=1`` the environment also
+contains the libraries of tests/clients.
 """
 
 from __future__ import annotations

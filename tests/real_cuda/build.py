@@ -1,8 +1,8 @@
-"""The environment with a CUDA build of torch, and the libraries that stand under it, in build/real_cuda.
+"""Builds the environment with a CUDA build of torch, and the libraries below torch, in build/real_cuda.
 
-libcuda.so.1, libcudart.so.13, libnvidia-ml.so.1 and libnccl.so.2 are what torch finds in place of those of
-these names, liboperators.so puts operators that compute on the host's memory into torch, and _cuda.so is
-fsdp_c's kernels as nvcc made them, over libfsdp_kernels.so, which runs what they launch.
+libcuda.so.1, libcudart.so.13, libnvidia-ml.so.1 and libnccl.so.2 replace NVIDIA's libraries of these names.
+liboperators.so registers operators with torch that compute on the host's memory. _cuda.so contains fsdp_c's
+kernels compiled by nvcc, and launches them in libfsdp_kernels.so, which emulates them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tests.versions import REQUIREMENTS, home_of, install, make_environment
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DEVICE = HERE / "device"
-SIMULATED = ROOT / "tests" / "simulated_gpu" / "device"  # whose held operators compute here as well
+# its implementation of operators is compiled here too
+SIMULATED = ROOT / "tests" / "simulated_gpu" / "device"
 KERNELS = ROOT / "csrc" / "kernels"
 CLIENTS = "requirements/clients.txt"
 EMULATION = ROOT / "tests" / "native" / "cuda_emulation.h"
@@ -33,7 +34,7 @@ TORCH_FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", *STRICT]
 
 
 class Build:
-    """What is built for one version of torch, as "2.13.0", with one of Python after an "@"."""
+    """The build for one version of torch, such as "2.13.0", optionally with a version of Python after "@"."""
 
     def __init__(self, spec: str) -> None:
         self.spec, self.home = spec, home_of(spec, FOLDER)
@@ -52,7 +53,7 @@ class Build:
         return self.packages / "torch"
 
     def make(self) -> None:
-        """As far as it is stale: the environment takes some minutes and 5 GB, the libraries a few minutes."""
+        """Build stale parts. The environment takes some minutes and 5 GB, the libraries a few minutes."""
         with one_at_a_time(FOLDER):
             self.make_environment()
             self.folder.mkdir(exist_ok=True)
@@ -67,8 +68,9 @@ class Build:
             raise SystemExit(f"torch {self.spec} of {self.home} is no build for CUDA 13")
 
     def make_clients(self) -> Path:
-        """The Python of an environment over that of torch, which it leaves as it is, with the libraries of
-        tests/clients."""
+        """Return the Python of a second environment with the libraries of tests/clients, on top of torch's,
+        which stays unchanged.
+        """
         home = FOLDER / f"{self.home.name}.clients"
         python, made = home / "bin/python", home / "made"
         with one_at_a_time(FOLDER):
@@ -116,7 +118,7 @@ class Build:
         return self.library("liboperators.so", sources, flags, *of_torch, *self.with_library(DRIVER))
 
     def toolkit_headers(self) -> Path:
-        """Of the libraries beside the runtime, which ATen's headers include."""
+        """Return the headers of CUDA libraries other than the runtime, included by ATen's headers."""
         return self.packages / "nvidia/cu13/include"
 
     # ---- fsdp_c's kernels
@@ -125,7 +127,7 @@ class Build:
         objects = self.folder / "cuda"
         settings = {"FSDP_C_CUDA": "1", "FSDP_C_CUDA_ARCHS": "90"}
         command = [str(self.python), "setup.py", "-q", "build_cuda", "--build-temp", str(objects)]
-        # linked as in a wheel, with a runtime of its own, which wants a real driver
+        # linked as in a wheel, with the static runtime, which needs a real driver
         folder = self.folder / "static"
         subprocess.run([*command, "--folder", str(folder)], cwd=ROOT, env=os.environ | settings, check=True)
         made = sorted(objects.glob("*.o"))
@@ -138,7 +140,9 @@ class Build:
         build([emulated, Library(self.folder / "_cuda.so", (), linking, tuple(made))], "fsdp_c's kernels")
 
     def emulated(self, made: Path) -> Unit:
-        """The kernels of one object, from their source, under the names by which the object launches them."""
+        """Return the emulation of one object's kernels, compiled from their source under the mangled names
+        that the object launches.
+        """
         source = KERNELS / f"{made.stem}.cu"
         entries = (
             f'EMULATED("{mangled}", {str(barriers).lower()}, {name})'
@@ -158,7 +162,7 @@ def including(*folders: Path) -> list[str]:
 
 
 def cuda_include() -> Path:
-    """The toolkit's headers. SystemExit where there is no toolkit."""
+    """Return the folder of the toolkit's headers. Raises SystemExit without a toolkit."""
     nvcc = shutil.which("nvcc")
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     for home in (*([Path(nvcc).resolve().parents[1]] if nvcc else []), *filter(None, homes)):
@@ -168,8 +172,9 @@ def cuda_include() -> Path:
 
 
 def kernels_of(made: Path) -> Iterator[tuple[str, str, bool]]:
-    """(mangled name, name without its parameters, whether it has barriers) of the kernels that an object
-    launches."""
+    """Yield (mangled name, name without parameters, True if it has barriers) of the kernels that an object
+    launches.
+    """
     text = "".join(
         path.read_text() for pattern in ("*.cu", "cuda_*.h") for path in sorted(KERNELS.glob(pattern))
     )
@@ -186,7 +191,7 @@ def kernels_of(made: Path) -> Iterator[tuple[str, str, bool]]:
 
 
 def without_parameters(name: str) -> str:
-    """Up to the parenthesis that stands in no template argument."""
+    """Return the name up to its parameter list, the first parenthesis outside of template arguments."""
     depth = 0
     for at, char in enumerate(name):
         depth += (char == "<") - (char == ">")

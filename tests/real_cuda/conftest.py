@@ -1,5 +1,4 @@
-"""These tests are about torch's CUDA build on a GPU that is not there: they run on it, and are skipped
-elsewhere."""
+"""Tests of torch's CUDA build without a real GPU. They are skipped in processes without it."""
 
 from __future__ import annotations
 

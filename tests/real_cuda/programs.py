@@ -1,7 +1,7 @@
-"""Programs of ranks on torch's CUDA build, and what starts them: processes of their own, as settings are read
-once.
+"""Programs of ranks on torch's CUDA build, and their launcher. Each rank is a new process, as settings are
+read once per process.
 
-``python -m tests.real_cuda.programs NAME`` is one rank.
+``python -m tests.real_cuda.programs NAME`` runs one rank.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SLOW, ALWAYS_SLOW, FAILS, HANGS = 1, 2, 3, 4  # of device/nccl.cpp
+SLOW, ALWAYS_SLOW, FAILS, HANGS = 1, 2, 3, 4  # constants of device/nccl.cpp
 
 
 def disturb(what: int, calls_until: int = 0, ms: int = 0) -> None:
-    """A call of this process to NCCL, the first one after ``calls_until``, goes wrong."""
+    """Disturb a call of this process to NCCL, the first one after ``calls_until`` calls."""
     ctypes.CDLL(str(Path(os.environ["FAKE_CUDA"]) / "libnccl.so.2")).fake_nccl_disturb(what, calls_until, ms)
 
 
 def run(name: str, world_size: int = 2, timeout_s: float = 300.0, **settings: str) -> list[tuple[int, str]]:
-    """(exit status, what it printed and said) of each rank. AssertionError if one does not end in time."""
-    from tests.ranks import PATIENCE  # ranks do without what it imports
+    """Return (exit status, output) of each rank. Asserts that all ranks end in time."""
+    from tests.ranks import PATIENCE  # ranks do not need the imports of tests.ranks
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -62,7 +62,7 @@ def run(name: str, world_size: int = 2, timeout_s: float = 300.0, **settings: st
 
 
 def start(**options: Any) -> int:
-    """The rank, in a group over NCCL, on a device of its own."""
+    """Join an NCCL group on this rank's own device and return the rank."""
     import torch
     import torch.distributed as dist
 
@@ -75,7 +75,7 @@ def start(**options: Any) -> int:
 
 
 def small_model(library: Any, wrap: Any, width: int = 24, **options: Any) -> Any:
-    """Four units."""
+    """Return a model of four units."""
     import torch
     from torch import nn
 
@@ -90,7 +90,7 @@ def small_model(library: Any, wrap: Any, width: int = 24, **options: Any) -> Any
 
 
 def trained(library: Any, wrap: Any, steps: int = 3, **options: Any) -> list[Any]:
-    """Losses and the whole parameters of a small model after these steps."""
+    """Return the losses and full parameters of a small model after ``steps`` steps."""
     import torch
 
     rank = int(os.environ["RANK"])
@@ -115,7 +115,7 @@ def trained(library: Any, wrap: Any, steps: int = 3, **options: Any) -> list[Any
 
 
 def both() -> None:
-    """FSDP1 and fsdp_c, in several settings of theirs: equal bit for bit."""
+    """Compare FSDP1 and fsdp_c bit for bit in several settings."""
     import torch
     import torch.distributed as dist
     import torch.distributed.fsdp as fsdp1
@@ -154,7 +154,7 @@ def both() -> None:
 
 
 def torchs_checks() -> None:
-    """What torch.testing has for FSDP1, with fsdp_c in its place: training beside DistributedDataParallel."""
+    """Run torch.testing's checks of FSDP1 with fsdp_c: training compared with DistributedDataParallel."""
     import torch.distributed as dist
     import torch.distributed.fsdp as fsdp1
 
@@ -187,7 +187,7 @@ def torchs_checks() -> None:
     before, after = theirs.DEVICEInitMode.DEVICE_BEFORE, theirs.DEVICEInitMode.DEVICE_AFTER
     cases = list(itertools.product(models, settings, (before, after)))
     for name, setting, moved in cases:
-        beside = theirs.DummyDDP if name == "MixtureOfExperts" else None  # whose experts are each rank's own
+        beside = theirs.DummyDDP if name == "MixtureOfExperts" else None  # experts differ between ranks
         how = theirs.FSDPInitMode.RECURSIVE, moved, beside
         Checks("_test_fsdp_parity")._test_fsdp_parity(getattr(theirs, name), *how, **setting)
     print(f"passed: {len(cases)}", flush=True)
@@ -195,7 +195,7 @@ def torchs_checks() -> None:
 
 
 def step(model: Any, batch: Any) -> list[Any]:
-    """The loss and the gradients of this rank, of which none is kept."""
+    """Return the loss and this rank's gradients, and clear the gradients."""
     loss = model(batch).float().square().mean()
     loss.backward()
     out = [loss.detach(), *(param.grad.clone() for param in model.parameters() if param.grad is not None)]
@@ -210,7 +210,7 @@ def same(ones: list[Any], others: list[Any]) -> bool:
 
 
 def used_nbytes() -> int:
-    """Of the device, once all is through."""
+    """Return the used bytes of the device after synchronization."""
     import gc
 
     import torch
@@ -222,14 +222,15 @@ def used_nbytes() -> int:
 
 
 def is_named(error: RuntimeError, rank: int) -> bool:
-    """Whether torch's error, which begins as before, says in which unit it was and what to do."""
+    """Return True if torch's error keeps its beginning and also names rank, step, unit and remedy."""
     said = rf"CUDA [\s\S]*\nrank {rank}, step \d+: memory ran out while this rank waits in the .* of .*\. Smaller"
     return re.match(said, str(error)) is not None
 
 
 def no_memory() -> None:
-    """Allocations of a step find no memory in turn: it is said, nothing is kept, and the next step is as
-    before."""
+    """Let allocations of a step fail one by one. The error is annotated, no memory leaks, and the next step
+    is unchanged.
+    """
     import torch
     import torch.distributed as dist
     import torch.distributed.fsdp as fsdp1
@@ -251,7 +252,7 @@ def no_memory() -> None:
         batch = torch.randn(6, 24, device="cuda", generator=torch.Generator("cuda").manual_seed(rank))
         for _ in range(2):
             expected = step(model, batch)
-        model(batch)  # and no backward: of an exception between the two no unit can know
+        model(batch)  # no backward: a unit cannot notice an exception between forward and backward
         between = used_nbytes()
         step(model, batch)
         before = used_nbytes()
@@ -259,7 +260,7 @@ def no_memory() -> None:
         assert same(step(model, batch), expected)
         assert used_nbytes() == before, (options, used_nbytes() - before)
         count = torch.tensor(driver.fake_cuda_refuse(-1), device="cuda")
-        # a rank without a part of some parameter copies fewer gradients
+        # a rank without elements of some parameter copies fewer gradients
         dist.all_reduce(count, dist.ReduceOp.MIN)
         numbers, said, named = range(0, int(count), int(os.environ["EVERY"])), 0, 0
         del count
@@ -282,8 +283,9 @@ def no_memory() -> None:
 
 
 def no_room() -> None:
-    """The device has no room for a unit, in the first forward: its error names it, and the step goes on with
-    more."""
+    """Leave no memory for a unit in the first forward. The error names the unit, and the step succeeds with
+    more memory.
+    """
     import torch
 
     import fsdp_c
@@ -303,7 +305,7 @@ def no_room() -> None:
 
 
 def one_goes_wrong() -> None:
-    """A collective of rank 1 hangs or fails, in the second step; rank 0 waits for it."""
+    """Let a collective of rank 1 hang or fail in the second step. Rank 0 waits for rank 1."""
     import torch
     import torch.distributed.fsdp.wrap
 
@@ -322,7 +324,7 @@ def one_goes_wrong() -> None:
 
 
 def one_aborts() -> None:
-    """Rank 1 aborts its communicators between a forward and its backward; rank 0 waits for it."""
+    """Abort rank 1's communicators between a forward and its backward. Rank 0 waits for rank 1."""
     import torch
     import torch.distributed as dist
 
@@ -342,7 +344,7 @@ def one_aborts() -> None:
 
 
 def ends_amid_work() -> None:
-    """The group is destroyed while slow collectives of a step are under way."""
+    """Destroy the group while slow collectives of a step are pending."""
     import torch
     import torch.distributed as dist
 

@@ -1,5 +1,6 @@
-"""fsdp_c over the real ProcessGroupNCCL: FSDP1's bits in all its settings, and a rank that is lost is
-said."""
+"""fsdp_c with the real ProcessGroupNCCL: bitwise FSDP1's results in all settings, and errors when a rank is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ def test_training_is_fsdp1s_to_the_bit(settings: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(("settings", "splits"), [({}, 0), ({"EAGER": "1"}, 2)], ids=["lazy", "split"])
 def test_hybrid_training_is_fsdp1s_to_the_bit(settings: dict[str, str], splits: int) -> None:
-    """Groups of a mesh, two of each rank, which torch splits off the communicator of all if that is made at
-    once."""
+    """A mesh has two groups per rank. torch splits them off the global communicator if that is initialized
+    eagerly.
+    """
     for status, said in run("both", world_size=4, HYBRID="1", FAKE_CUDA_DEVICES="4", **settings):
         assert status == 0 and f"equal: 4, split: {splits}" in said, said[-3000:]
 
@@ -39,14 +41,14 @@ def test_a_group_may_end_while_collectives_of_a_step_are_under_way() -> None:
 
 
 def test_a_rank_that_aborts_its_communicators_ends_the_others() -> None:
-    """It raises itself; torch's watchdog ends rank 0."""
+    """Rank 1 raises by itself, and torch's watchdog ends rank 0."""
     for status, said in run("one_aborts", TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="30"):
         assert status != 0 and "one step" in said and "all steps" not in said, said[-3000:]
 
 
 @pytest.mark.parametrize("what", [HANGS, FAILS], ids=["hangs", "fails"])
 def test_a_rank_whose_collective_is_lost_ends_the_others(what: int) -> None:
-    """torch's watchdog ends the processes: of rank 0, which waits, and of rank 1, whose own call it is."""
+    """torch's watchdog ends both processes: rank 0, which waits, and rank 1, which issued the collective."""
     for status, said in run("one_goes_wrong", DISTURB=str(what), TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="30"):
         assert "one step" in said
         assert status != 0 and "all steps" not in said, said[-3000:]
