@@ -1,1 +1,1 @@
-"""Waits of streams that are left out, and other planted faults, on the simulated GPU: is each seen?"""
+"""Omitted stream waits and other planted faults on the simulated GPU, each of which must be detected."""

@@ -1,4 +1,4 @@
-"""What all programs on the simulated GPU run in."""
+"""Setup for all programs on the simulated GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from tests import simulated_gpu
 
 @pytest.fixture
 def one_of_four_ranks() -> Iterator[None]:
-    """This process is one rank of four, the others are imagined; what a test has left on a device is over
-    after it."""
+    """Make this process one of four simulated ranks. Work on the device is finished after each test."""
     assert simulated_gpu.is_on()
     from tests.races.programs import one_of_four
 

@@ -1,8 +1,8 @@
-"""Programs in which the order on streams matters, each run in this process as one of four ranks on the
+"""Programs that depend on the order of streams, each run in this process as one of four ranks on the
 simulated GPU.
 
-The others are not there: what a collective brings is this rank's own part again. The detector needs accesses,
-no numbers.
+Other ranks do not exist: a collective returns copies of this rank's data. The race detector checks accesses
+only, not values.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ WORLD_SIZE = 4
 BACKEND = "nccl_alone"
 
 
-_last_streams: dict[int, int] = {}  # that were handed out before all programs, by priority
+_last_streams: dict[int, int] = {}  # last stream created before all programs, by priority
 
 
 @contextmanager
 def one_of_four() -> Iterator[None]:
-    """A group of the simulated NCCL whose other ranks are imagined; models and tensors are on the GPU."""
+    """Create a group of the simulated NCCL whose other ranks do not exist. Models and tensors are on the GPU."""
     _register_backend()
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(settings.DEVICE, "cuda")
         torch.cuda.set_device(0)
         torch.set_default_device(ranks.device())
         dist.init_process_group(f"cuda:{BACKEND}", rank=0, world_size=WORLD_SIZE, store=FakeStore())
-        dist.all_reduce(torch.ones(1), async_op=True).wait()  # the group has its stream
+        dist.all_reduce(torch.ones(1), async_op=True).wait()  # creates the group's stream
         _last_streams.update(
             {priority: torch.cuda.Stream(priority=priority).stream_id for priority in (0, -1)}
         )
         gc.collect()
-        gc.freeze()  # programs collect garbage, and there is much else to go through
+        gc.freeze()  # programs run garbage collection, which would be slow otherwise
         try:
-            run("FULL_SHARD")  # what a process does once
+            run("FULL_SHARD")  # one-time initialization
             yield
         finally:
             gc.unfreeze()
@@ -79,9 +79,9 @@ def _register_backend() -> None:
 
 
 def step_under_two_streams(trainer: Trainer) -> None:
-    """Each forward under another stream of the user's, and a backward under a third.
+    """Run each forward on a new user stream, and the backward on a third one.
 
-    Each of them goes on with something else, and waits for none of the others.
+    The streams continue with other work, and none waits for the others.
     """
     streams = [torch.cuda.Stream() for _ in range(3)]
     for one, other in (streams[:2], streams[1:]):
@@ -95,8 +95,9 @@ def step_under_two_streams(trainer: Trainer) -> None:
 
 
 def add_up_under_two_streams(trainer: Trainer) -> None:
-    """A backward through two forwards under streams of their own; what the first packs with is of one of
-    them."""
+    """Run a backward through two forwards on streams of their own. The first reduction's packed gradients are
+    of one of them.
+    """
     streams = [torch.cuda.Stream() for _ in range(2)]
     for _ in range(2):
         losses = []
@@ -125,7 +126,9 @@ def evaluate_under_two_streams(trainer: Trainer) -> None:
 
 @contextmanager
 def after_current(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Under a stream that goes on where the current one is; it comes to know of the end by FSDP alone."""
+    """Run the body on a stream that waits for the current one. The current stream waits for the body only
+    through FSDP.
+    """
     with after(torch.cuda.current_stream(), stream):
         yield
 
@@ -138,8 +141,7 @@ def after(first: torch.cuda.Stream, then: torch.cuda.Stream) -> Iterator[None]:
 
 
 def take_freed_memory(trainer: Trainer) -> None:
-    """The script takes and drops memory between units, of all sizes: what is freed is soon somebody
-    else's."""
+    """Allocate and free memory of all sizes between units, so that freed memory is soon reused."""
 
     def take(*_: Any) -> None:
         for numel in (64, 256, 1024):
@@ -152,7 +154,7 @@ def take_freed_memory(trainer: Trainer) -> None:
 
 
 def read_gradients(trainer: Trainer) -> None:
-    """On the host, as soon as the backward has returned."""
+    """Read gradients on the host as soon as the backward has returned."""
     for _ in range(2):
         trainer.forward().backward()
         for param in trainer.model.parameters():
@@ -162,7 +164,7 @@ def read_gradients(trainer: Trainer) -> None:
 
 
 def train_deterministically(trainer: Trainer) -> None:
-    """torch fills fresh memory then, by a kernel on the stream that is current."""
+    """Train with deterministic algorithms: torch then fills fresh memory by a kernel on the current stream."""
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
         plain(trainer)
@@ -180,8 +182,7 @@ def step_under_streams_that_end(trainer: Trainer) -> None:
 
 
 def step_under_streams_that_are_destroyed(trainer: Trainer) -> None:
-    """The driver has the script's own streams in torch's places, each for one step and a look at the
-    model."""
+    """Run steps on streams that the driver destroys, each used for one step and one read of the parameters."""
     driver = device_library()
     for _ in range(3):
         handle = ctypes.c_void_p()
@@ -199,7 +200,7 @@ def step_under_streams_that_are_destroyed(trainer: Trainer) -> None:
 
 
 def step_in_a_pool(trainer: Trainer) -> None:
-    """The script takes the memory of a step from a pool of its own."""
+    """Run steps whose memory is allocated from a pool of the script."""
     pool = torch.cuda.MemPool()
     for _ in range(2):
         with torch.cuda.use_mem_pool(pool):
@@ -207,8 +208,7 @@ def step_in_a_pool(trainer: Trainer) -> None:
 
 
 def write_after_a_refusal(trainer: Trainer) -> None:
-    """What the gather would have read is being made while the script changes the parameters that it is made
-    of."""
+    """Write to parameters after an all-gather has failed whose input was being made from them."""
     trainer.step()
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patched, pytest.raises(Refused):
@@ -251,13 +251,14 @@ HYBRID = {
     for strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
     for name in [*HYBRID_SCENARIOS, "no limit, forward prefetch, bf16"]
 }
-IN_PART = {"hybrid in part": (accumulate, {})}  # the reductions of its other units end on another stream
+# only some units are hybrid: their reductions end on a different stream
+IN_PART = {"hybrid in part": (accumulate, {})}
 PROGRAMS: dict[str, tuple[Body, dict[str, Any]]] = SCENARIOS | OWN | HYBRID | IN_PART
 
 
 @contextmanager
 def set_up(name: str) -> Iterator[tuple[Body, dict[str, Any]]]:
-    """What a program does, and with which model; on all of its ranks."""
+    """Set up a program and yield its body and the model's arguments. Called on all ranks."""
     body, arguments = PROGRAMS[name]
     more: dict[str, Any] = {}
     if name in HYBRID:
@@ -271,11 +272,11 @@ def set_up(name: str) -> Iterator[tuple[Body, dict[str, Any]]]:
 
 
 class Wait(NamedTuple):
-    """One wait of a stream, or of the host, for an event."""
+    """A wait of a stream or of the host for an event."""
 
     waiting: str
     awaited: str
-    orders: bool  # False: what it waits for was known already
+    orders: bool  # False if the order was already implied
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -283,23 +284,23 @@ class Wait(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One launch, or where memory was taken."""
+    """A launch, or an allocation."""
 
     what: str
     stream: str
-    after: dict[str, int]  # how many launches of each stream come before, its own with it
+    after: dict[str, int]  # number of earlier launches by stream, this one included
 
 
 class Run(NamedTuple):
-    """What one run of a program showed."""
+    """The results of one run of a program."""
 
     waits: list[Wait]
-    reports: frozenset[str]  # in one line each, with the streams by their roles
+    reports: frozenset[str]  # one line each; streams are named by their roles
     order: list[Step]
 
 
 def run(name: str, drop: int | None = None) -> Run:
-    """Within ``one_of_four``; with ``drop``, that wait of the program's is left out, counted from 0."""
+    """Run a program inside ``one_of_four``. ``drop`` is the index of the wait to leave out."""
     import simulated_gpu
 
     with _begun(), _named_streams() as names, set_up(name) as (body, arguments):
@@ -316,8 +317,7 @@ def run(name: str, drop: int | None = None) -> Run:
 
 @contextmanager
 def _begun() -> Iterator[None]:
-    """The device is through with all before, and with this afterwards. Garbage is collected where programs do
-    so."""
+    """Start with an idle device and end with one. Garbage collection runs only where programs call it."""
     import simulated_gpu
 
     _clean_up()
@@ -342,7 +342,7 @@ def _in_roles(reports: list[str], names: dict[int, str]) -> frozenset[str]:
 
 
 def _named_order(order: list[tuple[str, int, dict[int, int]]], names: dict[int, str]) -> list[Step]:
-    """With the user's streams counted in the order in which they come."""
+    """Number the user's streams in the order of their first use."""
     all_names = {0: "host"} | names
     for _, agent, _ in order:
         if agent not in all_names:
@@ -354,7 +354,9 @@ def _named_order(order: list[tuple[str, int, dict[int, int]]], names: dict[int, 
 
 
 def lags(order: list[Step], stream: str, beside: str) -> Iterator[int]:
-    """For each launch on a stream: how many on another one, enqueued before it, it need not wait for."""
+    """Yield for each launch on a stream the number of earlier launches on ``beside`` for which it need not
+    wait.
+    """
     last = 0
     for step in order:
         if step.stream == beside:
@@ -368,15 +370,16 @@ def _mesh() -> Any:
 
 
 def _go_back_to_the_first_streams() -> None:
-    """torch hands out 32 of each priority in turn: a program has the same ones each time, and none of the
-    group's."""
+    """Advance torch's 32 streams per priority to the same position, so that each program gets the same
+    streams, and none of the group's.
+    """
     for priority, last in _last_streams.items():
         while torch.cuda.Stream(priority=priority).stream_id != last:
             pass
 
 
 def _clean_up() -> None:
-    """The device is through, and has no memory that was used."""
+    """Free all unused memory and wait for the device."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -387,14 +390,15 @@ ROLES = ("pre-unshard", "unshard", "post-backward", "all-reduce")
 
 @contextmanager
 def _named_streams() -> Iterator[dict[int, str]]:
-    """The roles of the streams that roots make, which is in the order of the roles, by agent of the
-    device."""
+    """Yield the roles of the streams created by roots, by the device's number of the stream. Roots create
+    streams in the order of the roles.
+    """
     names: dict[int, str] = {}
 
     class Stream(torch.cuda.Stream):
         def __new__(cls, *arguments: Any, **options: Any) -> Any:
             made = super().__new__(cls, *arguments, **options)
-            if len(arguments) == 2:  # a device and a priority, as fsdp_c asks
+            if len(arguments) == 2:  # only fsdp_c passes a device and a priority
                 names[made.stream_id] = ROLES[len(names) % len(ROLES)]
             return made
 
@@ -409,7 +413,7 @@ def device_library() -> ctypes.CDLL:
 
 @contextmanager
 def without_waits_of_the_host() -> Iterator[None]:
-    """Those for an event that fsdp_c asks of the driver return at once."""
+    """Let fsdp_c's host waits for events return at once."""
     drop = device_library().simulated_gpu_drop_host_waits
     drop(ctypes.c_bool(True))
     try:
@@ -420,7 +424,7 @@ def without_waits_of_the_host() -> Iterator[None]:
 
 @contextmanager
 def without_record(nth: int) -> Iterator[None]:
-    """The nth event that is recorded from now on says what it said before."""
+    """Skip the nth recording of an event from now on, so that the event keeps its earlier position."""
     drop = device_library().simulated_gpu_drop_record
     drop(ctypes.c_int64(nth))
     try:
@@ -430,7 +434,7 @@ def without_record(nth: int) -> Iterator[None]:
 
 
 def records() -> int:
-    """How many events were recorded so far."""
+    """Return the number of event recordings so far."""
     drop = device_library().simulated_gpu_drop_record
     drop.restype = ctypes.c_int64
     return drop(ctypes.c_int64(-1))

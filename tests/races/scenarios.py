@@ -1,4 +1,4 @@
-"""Steps of a small model under every strategy and setting whose order on streams differs."""
+"""Steps of a small model under every strategy and setting that changes the order on streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REDUCE_FP32 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 
 class Trainer:
-    """A model, its optimizer, and steps on them, as a scenario arranges them."""
+    """A model, its optimizer, and steps for the scenarios."""
 
     def __init__(self, rank: int, net: dict[str, Any] | None = None, **arguments: Any) -> None:
         torch.manual_seed(3)
@@ -71,7 +71,7 @@ class Trainer:
 
 
 def _make_segments(whole: Net) -> None:
-    """The units have parts that are frozen, of another dtype, and integers."""
+    """Give the units frozen parameters, parameters of another dtype, and integers."""
     for block in whole.blocks:
         block.up.requires_grad_(False)
         block.norm.double().register_forward_pre_hook(lambda _, args: args[0].double())
@@ -88,7 +88,7 @@ def plain(trainer: Trainer) -> None:
 
 
 def accumulate(trainer: Trainer) -> None:
-    """With and without no_sync, gradients kept over several backwards."""
+    """Accumulate gradients over several backwards, with and without no_sync."""
     for _ in range(2):
         with trainer.model.no_sync():
             trainer.forward().backward()
@@ -105,7 +105,7 @@ def two_forwards(trainer: Trainer) -> None:
 
 
 def two_backwards(trainer: Trainer) -> None:
-    """One after the other, and the first of them under no_sync."""
+    """Run two backwards in a row, in the second round with the first one under no_sync."""
     for step in range(2):
         losses = [trainer.forward(), trainer.forward()]
         with trainer.model.no_sync() if step else contextlib.nullcontext():
@@ -115,7 +115,7 @@ def two_backwards(trainer: Trainer) -> None:
 
 
 def backward_twice(trainer: Trainer) -> None:
-    """Through one graph."""
+    """Run two backwards through one graph."""
     for _ in range(2):
         loss = trainer.forward()
         loss.backward(retain_graph=True)
@@ -124,7 +124,9 @@ def backward_twice(trainer: Trainer) -> None:
 
 
 def update_between_backwards(trainer: Trainer) -> None:
-    """The second gathers what the optimizer has written; no forward comes between."""
+    """Run the second backward after an optimizer step, without a forward in between: it must all-gather the
+    new values.
+    """
     for _ in range(2):
         losses = [trainer.forward(), trainer.forward()]
         for loss in losses:
@@ -134,7 +136,7 @@ def update_between_backwards(trainer: Trainer) -> None:
 
 
 def auxiliary_loss_first(trainer: Trainer) -> None:
-    """A backward from a block's output, then that of the whole."""
+    """Run a backward from a block's output, then the backward of the whole model."""
     outputs: list[Tensor] = []
     hook = trainer.model.module.blocks[1].register_forward_hook(lambda *args: outputs.append(args[-1]))
     for _ in range(2):
@@ -146,7 +148,7 @@ def auxiliary_loss_first(trainer: Trainer) -> None:
 
 
 def evaluate(trainer: Trainer) -> None:
-    """Forwards without a backward, by both ways to say so, and in the middle of training."""
+    """Run forwards without a backward during training, under no_grad and in eval mode."""
     for _ in range(2):
         trainer.step()
         with torch.no_grad():
@@ -158,7 +160,7 @@ def evaluate(trainer: Trainer) -> None:
 
 
 def look_at_parameters(trainer: Trainer) -> None:
-    """Whole parameters and state dicts, between steps and between a forward and its backward."""
+    """Read full parameters and state dicts, between steps and between a forward and its backward."""
     for _ in range(2):
         trainer.step()
         with FSDP.summon_full_params(trainer.model, writeback=True):
@@ -171,7 +173,7 @@ def look_at_parameters(trainer: Trainer) -> None:
 
 
 def call_a_unit_alone(trainer: Trainer) -> None:
-    """A part of the model by itself, right after the optimizer has written; and gathered ahead by hand."""
+    """Call a single unit right after an optimizer step, and prefetch it by hand."""
     trainer.step()
     block = trainer.model.module.blocks[1]
     for _ in range(2):
@@ -183,7 +185,7 @@ def call_a_unit_alone(trainer: Trainer) -> None:
 
 
 class Refused(Exception):
-    """What a scenario raises in the middle of a step."""
+    """The exception that scenarios raise inside a step."""
 
 
 @contextlib.contextmanager
@@ -211,12 +213,12 @@ def raise_in_backward(trainer: Trainer) -> None:
         with raising_in(trainer.model.module.blocks[block], "register_full_backward_hook"):
             trainer.forward().backward()
         gc.collect()
-        list(trainer.model.parameters())  # returns once autograd's thread has let go
+        list(trainer.model.parameters())  # waits until autograd's thread has freed the backward
     trainer.step()
 
 
 def refusing(collective: Callable[..., Any], after: int) -> Callable[..., Any]:
-    """The collective, refused once on every rank after so many calls."""
+    """Return a version of the collective that raises once on every rank, after ``after`` calls."""
     calls = itertools.count()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -263,7 +265,9 @@ def step_in_backward(trainer: Trainer) -> None:
 
 
 def step_with_state_in_backward(trainer: Trainer) -> None:
-    """The first step makes the state; the script goes on with parameters and state."""
+    """Step the optimizer in backward. The first step creates its state; afterwards the script uses parameters
+    and state.
+    """
     params = list(trainer.model.parameters())
     _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1, "momentum": 0.9})
     for _ in range(STEPS):
@@ -275,8 +279,9 @@ def step_with_state_in_backward(trainer: Trainer) -> None:
 
 
 def step_with_late_gradients(trainer: Trainer) -> None:
-    """What a term of the parameters themselves brings comes after the unit's own gradients were packed. Autograd's
-    own hooks do not step with it."""
+    """Add a term of the parameters themselves to the loss, so that gradients arrive after the unit's own were
+    packed. Autograd's own hooks are off.
+    """
     params = trainer.model.parameters()
     _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1}, register_hook=False)
     for _ in range(STEPS):
@@ -285,7 +290,9 @@ def step_with_late_gradients(trainer: Trainer) -> None:
 
 
 def replace_parameters(trainer: Trainer) -> None:
-    """Between steps, by tensors that nobody else holds; the first unit's on the way to its forward."""
+    """Replace parameters between steps by tensors without other references, and the first unit's during a
+    forward.
+    """
     replace(trainer.model.module.inp)
     for _ in range(2):
         trainer.step()
@@ -303,15 +310,18 @@ def replace(module: Any) -> None:
 
 
 def step_twice_in_backward(trainer: Trainer) -> None:
-    """Reentrant checkpoints end a unit's backward once for each forward: it is gathered again after its
-    step."""
+    """Step the optimizer twice in backward: a unit in two forwards ends its backward twice with reentrant
+    checkpoints, and is unsharded again after its step.
+    """
     _apply_optimizer_in_backward(torch.optim.SGD, trainer.model.parameters(), {"lr": 0.1})
     for _ in range(STEPS):
         (trainer.forward() + trainer.forward()).backward()
 
 
 def look_at_parameters_amid_a_step(trainer: Trainer) -> None:
-    """What is shown is written back between a forward and its backward, which gathers it again."""
+    """Summon full parameters between a forward and its backward. They are written back, and the backward
+    unshards again.
+    """
     for _ in range(STEPS):
         loss = trainer.forward()
         with FSDP.summon_full_params(trainer.model):
@@ -321,7 +331,7 @@ def look_at_parameters_amid_a_step(trainer: Trainer) -> None:
 
 
 def write_after_evaluating(trainer: Trainer) -> None:
-    """On the host, which has waited for nothing that evaluation enqueued."""
+    """Write to parameters on the host, which has not waited for the work of an evaluation."""
     trainer.step()
     for _ in range(2):
         with torch.no_grad():
@@ -331,7 +341,9 @@ def write_after_evaluating(trainer: Trainer) -> None:
 
 
 def leave_out_optional_units(trainer: Trainer) -> None:
-    """Other ones on each rank and in each step, with and without a backward, and none of them or all."""
+    """Leave out optional units, different ones on each rank and in each step, none or all of them, with and
+    without no_sync.
+    """
     net = trainer.model.module
     for step in range(2):
         for left_out in ({0}, {2}, {0, 2}, set()):

@@ -1,6 +1,7 @@
-"""Streams that run their work as late as the program allows give the same bits as those that run it at once.
+"""Streams that run their work as late as the program allows must give the same bits as streams that run it at
+once.
 
-What no wait orders comes last, so that whatever a program only happened to get right goes wrong here.
+Work that no wait orders runs last, so that a program with a missing wait gives wrong results.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def test_hybrid_training_is_the_same(rank: int, streams: str) -> None:
 
 @pytest.mark.parametrize("streams", STREAMS)
 def test_work_that_nothing_waits_for_comes_last(streams: str) -> None:
-    """The check of this file sees a wait that is missing, by the values alone."""
+    """A missing wait changes the values, without any help from the race detector."""
     side = torch.cuda.Stream()
     with late(streams):
         made = torch.ones(100, device="cuda")

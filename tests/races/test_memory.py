@@ -1,4 +1,4 @@
-"""Memory of steps on the simulated GPU, by torch's counters: the first step takes what the others need."""
+"""Memory of steps on the simulated GPU, by torch's counters: the first step reserves enough for all others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ POOLED = [
 
 @pytest.mark.parametrize("name", POOLED)
 def test_no_step_holds_more_storage_than_was_reserved_before_the_first(name: str) -> None:
-    """Bytes of unsharded storage: the root's pool holds as many as were alive at its lazy initialisation."""
+    """The root's pool reserves as many bytes of unsharded storage at lazy initialization as are ever alive at
+    once.
+    """
     body, arguments = SCENARIOS[name]
     trainer = Trainer(0, net={"blocks": 7}, **arguments)
     base = settled_nbytes()
@@ -76,8 +78,9 @@ def test_a_step_takes_no_memory_that_the_first_did_not_take(name: str) -> None:
 
 
 class FullPool:
-    """Refuses to grow a storage for the first time, or ``always``; the second try is the one beside the
-    pool."""
+    """Fails the first growth of a storage, or all of them with ``always``. The second try is outside of the
+    pool.
+    """
 
     def __init__(self, always: bool) -> None:
         self.resize, self.always, self.refused = torch.UntypedStorage.resize_, always, 0
@@ -94,11 +97,12 @@ class FullPool:
 
 @pytest.mark.parametrize("always", [False, True])
 def test_what_a_full_pool_refuses_is_taken_beside_it(always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There torch's allocator gives back what others have freed; a device that is full all the same says
-    so."""
+    """Outside of the pool torch's allocator can free cached memory. If the device is still full, the error is
+    raised.
+    """
     pool = FullPool(always)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", lambda storage, nbytes: pool(storage, nbytes))
     with pytest.raises(torch.OutOfMemoryError) if always else contextlib.nullcontext():
         plain(Trainer(0))
-    has_piece = WIDTH > 5  # which is asked for twice before
+    has_piece = WIDTH > 5  # the arena block is requested twice before
     assert pool.refused == (4 if has_piece else 2) if always else pool.refused > 7 * STEPS

@@ -1,5 +1,4 @@
-"""Programs on real ranks of the simulated GPU, whose harness looks for races and memory that is given back
-early."""
+"""Programs on real ranks of the simulated GPU, checked for races and for memory that is freed early."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ if not simulated_gpu.is_on():
 
 from tests.races.programs import HYBRID, IN_PART, PROGRAMS, set_up  # noqa: E402
 
-OF_FOUR = [*HYBRID, *IN_PART]  # replicas of shards
+OF_FOUR = [*HYBRID, *IN_PART]  # programs with replicas of shards need four ranks
 OF_TWO = [program for program in PROGRAMS if program not in OF_FOUR]
 
 
 @contextmanager
 def on_gpu() -> Iterator[Any]:
-    """Models and tensors are on the GPU; yields the group of all ranks."""
+    """Put models and tensors on the GPU, and yield the group of all ranks."""
     import torch
 
     with pytest.MonkeyPatch.context() as patched:
@@ -60,7 +59,7 @@ def test_hybrid_programs_are_in_order(rank: int, program: str) -> None:
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2, label="races")
 def test_offload_gives_the_same_numbers(rank: int, strategy: str) -> None:
-    """By an optimizer that divides by nothing, which a CPU does otherwise than a GPU."""
+    """The optimizer does not divide: divisions on the CPU and the GPU round differently."""
     import torch
     from torch.distributed.fsdp import CPUOffload
 
@@ -81,7 +80,9 @@ def test_offload_gives_the_same_numbers(rank: int, strategy: str) -> None:
 
 
 def step_whole_parameters(rank: int, group: Any, offload: bool) -> None:
-    """A bucket for each parameter, which moves beside the computation of another."""
+    """Step with one bucket per parameter, so that each transfer overlaps with the computation of another
+    bucket.
+    """
     import torch
     from torch.distributed.fsdp import CPUOffload
 

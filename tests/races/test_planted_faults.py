@@ -1,4 +1,4 @@
-"""Faults of order, of memory and of devices that are planted in a program: the simulated GPU finds each."""
+"""Planted faults of order, memory and devices. The simulated GPU must detect each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def step(trainer: Any) -> None:
 
 
 def test_an_event_that_says_what_it_said_a_step_before_is_found() -> None:
-    """As one that is recorded too early does."""
+    """A skipped recording has the effect of an event that is recorded too early."""
     before = records()
     run("no limit")
     count = records() - before
@@ -45,7 +45,7 @@ def test_an_event_that_says_what_it_said_a_step_before_is_found() -> None:
 
 
 def test_memory_that_another_stream_still_reads_may_not_be_taken_again() -> None:
-    """Also where the sizes are others and so nobody gets the same bytes."""
+    """The detector also reports early frees of memory that nobody reuses, as sizes differ."""
     aside = torch.cuda.Stream()
     with pytest.raises(AssertionError, match="early free"), races.none_found():
         held = torch.ones(1000)
@@ -118,7 +118,7 @@ def test_a_gpu_that_the_kernels_have_no_code_for_runs_operators_of_torch(
 
 
 def step_on_the_device_that_is_not_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a stream of the model's device, while the current device is the other."""
+    """Run steps on a stream of the model's device while a different device is current."""
     model = torch.device("cuda", 1)
     monkeypatch.setattr("tests.races.scenarios.device", lambda: model)
     with model:
@@ -131,7 +131,7 @@ def step_on_the_device_that_is_not_current(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_work_for_the_stream_of_the_wrong_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What asks for the current stream of the model's device gets one of the other's."""
+    """fsdp_c queries the current stream of the model's device and gets a stream of the other one."""
     wrong = torch.cuda.Stream(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: wrong)
     with pytest.raises((AssertionError, RuntimeError), match="race|device"), races.none_found():

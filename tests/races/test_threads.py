@@ -1,5 +1,4 @@
-"""On a GPU autograd has a thread of its own, which lets go of a backward that has raised when it comes to
-it."""
+"""On a GPU autograd's own thread frees a backward that raised, at any later time."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ if simulated_gpu.is_on():
 
 
 def test_a_forward_waits_while_the_backward_before_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each storage that autograd's thread gives back lets the script go on meanwhile."""
+    """Each storage freed by autograd's thread lets the script run meanwhile."""
     resize, slow = torch.UntypedStorage.resize_, []
 
     def resize_slowly(storage: Any, nbytes: int) -> Any:

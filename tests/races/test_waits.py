@@ -1,5 +1,5 @@
-"""Each wait of the runtime is left out in turn: it is missed, or others say the same, or it stands there with
-a reason.
+"""Each wait of the runtime is left out in turn. It must be detected, be implied by other waits, or have a
+written reason.
 
 A part of the waits, always the same ones; all of them with pytest --exhaustive.
 """
@@ -32,7 +32,7 @@ def test_each_wait_is_needed_or_implied_or_explained(program: str) -> None:
 PREFETCHED = "no limit, forward prefetch, bf16"
 HYBRID = f"HYBRID_SHARD, {PREFETCHED}"
 
-# Who waits for whom, and a program that shows what for.
+# Kinds of waits (waiting stream, awaited stream), with a program that needs each.
 NEEDED = {
     ("pre-unshard", "compute"): PREFETCHED,
     ("unshard", "compute"): "no limit",
@@ -55,7 +55,7 @@ OF_THE_POOL = {("post-backward", "unshard"), ("unshard", "post-backward"), ("pre
 
 @pytest.mark.parametrize("kind", NEEDED, ids=" for ".join)
 def test_each_kind_of_wait_is_needed_somewhere(kind: tuple[str, str]) -> None:
-    """The waits in the middle first, which are of steps like all others."""
+    """Waits in the middle of the program are tried first: they belong to ordinary steps."""
     program = NEEDED[kind]
     whole = run(program)
     middle = len(whole.waits) // 2
@@ -72,8 +72,9 @@ def test_programs_are_in_order_by_these_kinds(program: str) -> None:
 
 
 def test_a_program_goes_the_same_way_each_time() -> None:
-    """Or it would mean nothing that one without a wait goes another way. Autograd's thread may be late in some
-    runs, and order them otherwise."""
+    """Equal order in all runs is the premise of comparing runs with and without a wait. Autograd's thread may
+    be late in some runs and change the order.
+    """
     program = "HYBRID_SHARD, no limit, forward prefetch, bf16"
     assert any(run(program).order == run(program).order for _ in range(4))
 
@@ -82,7 +83,7 @@ def test_a_program_goes_the_same_way_each_time() -> None:
 
 
 def test_gathers_run_beside_the_computation_before_them() -> None:
-    """A unit's gather does not wait for the forward of the one before it."""
+    """A unit's all-gather does not wait for the forward of the previous unit."""
     behind = list(lags(run("no limit").order, "unshard", "compute 1"))
     assert sum(lag > 3 for lag in behind) >= 6
 

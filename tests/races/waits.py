@@ -1,4 +1,4 @@
-"""Each wait of a program left out in turn: does anything tell?"""
+"""Leaves out each wait of a program in turn and classifies the result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tests.races.programs import PROGRAMS, Wait, run
 
-Kind = tuple[str, str]  # who waits, and for whom
+Kind = tuple[str, str]  # (waiting stream, awaited stream)
 
 # Programs chosen so that each wait matters in one of them.
 CHOSEN = [
@@ -97,7 +97,7 @@ JOINED = (
     "parameters nothing has read"
 )
 
-# By program: what waits that order something, and whose absence nothing shows there, are for.
+# Reasons for waits that affect the order but whose absence is not detected, by program.
 REASONS: dict[str, dict[Kind, str]] = {
     "two streams": {("compute", "compute"): GIVEN_BACK, ("compute", "post-backward"): PACKED},
     "two streams, two forwards": {("compute", "compute"): GIVEN_BACK, ("unshard", "compute"): NOT_WRITTEN},
@@ -149,22 +149,22 @@ def reasons_of(program: str, waits: Iterable[Wait]) -> dict[Kind, str]:
     reasons = {("host", "compute"): LIMITER} if limited else {}
     if any(
         wait.kind == ("post-backward", "unshard") for wait in waits
-    ):  # the last reduction's input is of the pool
+    ):  # the last reduction's input is in the pool
         reasons["unshard", "compute"] = LAST
     return reasons | REASONS.get(program, {})
 
 
 class Found(NamedTuple):
-    """Of one program: its waits by what came of leaving them out."""
+    """The waits of one program, classified by the effect of leaving them out."""
 
     program: str
-    reports: frozenset[str]  # with all waits
+    reports: frozenset[str]  # findings with all waits in place
     all_waits: list[Wait]
-    waits: list[Wait]  # of these, those that were left out
-    known: list[Wait]  # what was waited for was known already
-    implied: list[Wait]  # all work and all memory are in the same order without it, by other waits
+    waits: list[Wait]  # the waits that were left out
+    known: list[Wait]  # the awaited work was already known to be finished
+    implied: list[Wait]  # other waits imply the same order of all work and all memory
     caught: list[Wait]
-    spare: list[Wait]  # the rest
+    spare: list[Wait]  # all other waits
 
     def unexplained(self) -> Counter[Kind]:
         reasons = reasons_of(self.program, self.all_waits)
@@ -172,7 +172,7 @@ class Found(NamedTuple):
 
 
 def look(program: str, stride: int = 1) -> Found:
-    """Within ``one_of_four``; of all waits, or of one in so many, always the same ones."""
+    """Classify the waits of a program inside ``one_of_four``: all, or every ``stride``th from a fixed start."""
     first = zlib.crc32(program.encode()) % stride
     whole = run(program)
     found = Found(program, whole.reports, whole.waits, whole.waits[first::stride], [], [], [], [])
@@ -187,7 +187,7 @@ def look(program: str, stride: int = 1) -> Found:
         elif without.order == whole.order or any(
             run(program, drop=nth).order == run(program).order for _ in range(4)
         ):
-            found.implied.append(wait)  # autograd's thread may be late in some runs, and order them otherwise
+            found.implied.append(wait)  # autograd's thread may be late in some runs and change the order
         else:
             found.spare.append(wait)
     return found
