@@ -1,10 +1,10 @@
-"""Fails each allocation of the C layers once in turn: ``python -m tests.faults.allocations LIBRARY STRIDE
-NAME ...``.
+"""Fails each allocation of the C layers in turn: ``python -m tests.faults.allocations LIBRARY STRIDE NAME
+...``.
 
-LIBRARY is tests/native/fail_calls.c, built. It counts what the extension calls that allocates, and the
-storages that torch allocates for tensors, and lets one call fail. After each failure a step must give what it
-gave before, with nothing gathered and nothing kept. One line of JSON per name says how many allocations there
-were and what went wrong.
+LIBRARY is the library built from tests/native/fail_calls.c. It counts the extension's calls of allocating
+functions and the storages that torch allocates for tensors, and lets one call fail. After each failure a step
+must give its earlier results, with nothing left unsharded and no memory leaked. One line of JSON per name
+reports the number of allocations and the errors found.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.collectives import init_fake_group
 from tests.models import WIDTH, Block, Net
 
-AGAIN = (1, 8, 64, 400)  # a point that leaves memory behind is tried so often, and must leave some each time
+AGAIN = (1, 8, 64, 400)  # repetitions of a suspicious point: a leak must grow in each series
 WARM_UP = 12  # steps until caches are filled
 
 
 class Allocations:
-    """The counter in the C library."""
+    """The variables of the C library that counts allocations."""
 
     def __init__(self, library: str) -> None:
         self.library = ctypes.PyDLL(library)
@@ -50,7 +50,7 @@ class Allocations:
 
     @contextmanager
     def failing(self, number: int) -> Iterator[None]:
-        """The ``number``-th allocation from here on fails; 0: none."""
+        """Let the ``number``-th allocation in the body fail; 0 for none."""
         self.failed.value = None
         self.count.value = 0
         self.armed.value = number
@@ -61,7 +61,7 @@ class Allocations:
 
 
 class Run:
-    """A small model of three units, and what is done with it."""
+    """A small model of three units, and the actions on it."""
 
     def __init__(self, **arguments: Any) -> None:
         torch.manual_seed(5)
@@ -97,7 +97,7 @@ class Run:
             return results
 
     def result(self) -> list[Tensor]:
-        """The loss and the gradients of a step; none is kept."""
+        """Return the loss and the gradients of a step, and clear the gradients."""
         results = [one.clone() for one in self.step()]
         self.forget()
         return results
@@ -106,18 +106,18 @@ class Run:
         self.model.zero_grad()
 
     def footprint(self) -> int:
-        """Blocks of Python's allocator."""
+        """Return the number of blocks of Python's allocator."""
         gc.collect()
         return sys.getallocatedblocks()
 
 
 def settle() -> None:
-    for _ in range(2):  # a root that goes lets go of its tree: that is collected in the second round
+    for _ in range(2):  # a freed root releases its units, which the second round collects
         gc.collect()
 
 
 class Built:
-    """A model that is made anew each time, and a first step of it."""
+    """A model that is built anew each time, and its first step."""
 
     def __init__(self, **arguments: Any) -> None:
         self.arguments = arguments
@@ -132,7 +132,7 @@ class Built:
         settle()
 
     def footprint(self) -> int:
-        """Objects that belong to a model; a construction's blocks wander."""
+        """Count objects that belong to a model: the number of allocator blocks varies with construction."""
         settle()
         return sum(
             isinstance(one, (nn.Module, Tensor, _C.Handle, _C.Unit, _C.Runtime)) for one in gc.get_objects()
@@ -153,8 +153,9 @@ RUNS: dict[str, tuple[type[Run] | type[Built], str, dict[str, Any]]] = {
 
 
 def is_expected(error: BaseException) -> bool:
-    """MemoryError, or what torch makes of it, or CPython where it has no memory to look a name up in a
-    type."""
+    """Return True for MemoryError, torch's equivalent, and CPython's AttributeError when an attribute lookup
+    has no memory.
+    """
     if isinstance(error, AttributeError):
         return "object has no attribute" in str(error)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error))
@@ -165,7 +166,7 @@ def same(ones: list[Tensor], others: list[Tensor]) -> bool:
 
 
 class Trial:
-    """One action of one model, each of whose allocations fails in turn."""
+    """One action of one model, in which each allocation fails in turn."""
 
     def __init__(self, allocations: Allocations, run: Run | Built, action: str) -> None:
         self.allocations, self.run, self.action = allocations, run, action
@@ -180,12 +181,12 @@ class Trial:
         self.live = _C.live_unsharded_nbytes()
 
     def fail_at(self, number: int) -> str | None:
-        """Run the action with a failure; what is wrong with how it ended."""
+        """Run the action with a failure. Return a description of a wrong outcome, or None."""
         wrong = None
         try:
             with self.allocations.failing(number):
                 results = getattr(self.run, self.action)()
-            if not same(results, self.results):  # what there is a slower way for may go on
+            if not same(results, self.results):  # a fallback to a slower path may succeed
                 wrong = "no error, and another result"
         except Exception as error:
             wrong = None if is_expected(error) else repr(error)
@@ -193,7 +194,7 @@ class Trial:
         return wrong
 
     def try_at(self, number: int) -> str | None:
-        """What is wrong once the ``number``-th allocation has failed."""
+        """Return a description of any error after the ``number``-th allocation has failed, or None."""
         self.unraisable.clear()
         wrong = self.fail_at(number)
         name = (self.allocations.failed.value or b"nothing").decode()
@@ -209,7 +210,7 @@ class Trial:
         return wrong and f"{name} before {self.allocations.caller.value:#x}: {wrong}"
 
     def kept(self, number: int) -> str | None:
-        """Whether each failure leaves memory behind. Python's and torch's caches take some for a while."""
+        """Return a message if each failure leaks memory. Caches of Python and torch grow a few times only."""
         kept = all(self.grown_by(times, number) - self.grown_by(times, 0) >= times for times in AGAIN)
         return "memory is kept by each failure" if kept else None
 
@@ -218,7 +219,8 @@ class Trial:
         for _ in range(failures):
             self.fail_at(number)
             self.run.result()
-            gc.collect()  # while 16 MemoryErrors wait for that, Python raises one that keeps all of its tracebacks
+            # with 16 uncollected MemoryErrors Python raises one that keeps all of its tracebacks
+            gc.collect()
         return self.run.footprint() - before
 
 

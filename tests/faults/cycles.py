@@ -1,12 +1,11 @@
-"""What cycles of building, using and dropping leave behind: ``python -m tests.faults.cycles NAME=TOTAL ...``.
+"""Leaks in cycles of building, using and dropping models: ``python -m tests.faults.cycles NAME=TOTAL ...``.
 
-Each is run TOTAL times in a process of its own, forked from one that has trained nothing but a first step,
-and prints one line of JSON. A run is cut in windows of as many cycles. What each cycle keeps shows in all of
-them, so the least growth of a window counts: caches and tables grow by leaps.
+Each cycle is run TOTAL times in its own process, forked from one that has only run a first step, and prints
+one line of JSON. A run is divided into windows of equal numbers of cycles. A leak shows in every window, so
+the least growth of a window counts: caches and tables grow in leaps.
 
-Blocks are those of Python's allocator, which has our objects and arrays; bytes are those of malloc, which has
-tensors and layouts. With tcache and further arenas malloc counts as used what is free: the environment must
-turn them off.
+Blocks are Python's allocator's: our objects and arrays. Bytes are malloc's: tensors and layouts. With tcache
+and several arenas malloc counts free memory as used, so the environment must disable both.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ COLLECT_EVERY = 25
 
 
 class Trouble(Exception):
-    """What the user's own code raises."""
+    """An exception in user code."""
 
 
 def unit(**arguments: Any) -> FSDP:
-    """A tree of two units, each with two parameters."""
+    """Return a tree of two units, each with two parameters."""
     arguments = {"device_id": torch.device("cpu"), "use_orig_params": True} | arguments
     return FSDP(nn.Sequential(FSDP(nn.Linear(3, 3), **arguments), nn.Linear(3, 2)), **arguments)
 
@@ -262,7 +261,7 @@ KEEPING = {function.__name__: function for function in (keeping_an_object, keepi
 
 
 class MallInfo(ctypes.Structure):
-    """What glibc's mallinfo2 returns."""
+    """The result of glibc's mallinfo2."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -274,13 +273,13 @@ LIBC = ctypes.CDLL(None)
 
 
 def used_nbytes() -> int:
-    """Bytes that malloc has handed out and not got back, in this process."""
+    """Return the bytes that malloc has handed out in this process and that are not freed."""
     info = LIBC.mallinfo2()
     return int(info.uordblks + info.hblkhd)
 
 
 def objects() -> Counter[str]:
-    """Objects that Python's collector knows, by type."""
+    """Count the objects known to Python's garbage collector, by type."""
     return Counter(type(one).__qualname__ for one in gc.get_objects())
 
 
@@ -289,16 +288,17 @@ def run_window(cycle: Callable[[], Any], count: int) -> tuple[int, int, Counter[
         cycle()
         if number % COLLECT_EVERY == 0:
             gc.collect()
-    for _ in range(2):  # a root that goes lets go of its tree: that is collected in the second round
+    for _ in range(2):  # a freed root releases its units, which the second round collects
         gc.collect()
     return used_nbytes(), sys.getallocatedblocks(), objects()
 
 
 def measure(cycle: Callable[[], Any], total: int) -> dict[str, Any]:
-    """The cycles of a window, its least growth in bytes and blocks, and of which types each cycle leaves an
-    object."""
+    """Return the number of cycles per window, the least growth of a window in bytes and blocks, and the types
+    of which each cycle leaves an object.
+    """
     count = max(1, total // WINDOWS)
-    gc.freeze()  # what was imported need not be looked through again
+    gc.freeze()  # exclude imported objects from collections
     run_window(cycle, max(count // 2, COLLECT_EVERY))
     gc.freeze()
     ends = [run_window(cycle, count) for _ in range(WINDOWS + 1)]
@@ -314,7 +314,7 @@ def measure(cycle: Callable[[], Any], total: int) -> dict[str, Any]:
 
 
 def run_forked(name: str, total: int) -> None:
-    """One cycle's measurement in a child; the line it prints is its result."""
+    """Measure one cycle in a child process, which prints the result."""
     child = os.fork()
     if child:
         os.waitpid(child, 0)
@@ -334,7 +334,7 @@ def main(runs: list[str]) -> None:
     LIBC.mallinfo2.restype = MallInfo
     torch.set_num_threads(1)
     init_fake_group(rank=0, world_size=2)
-    step(unit())  # imports what torch imports when it is first used
+    step(unit())  # imports torch's lazily imported modules
     for run in runs:
         name, _, total = run.partition("=")
         run_forked(name, int(total))

@@ -1,8 +1,8 @@
-"""examples/train_lm.py on a rank that dies or stops: ``torchrun faulty_lm.py ACTION PHASE NOTES flags of
+"""examples/train_lm.py with a rank that dies or stops: ``torchrun faulty_lm.py ACTION PHASE NOTES flags of
 train_lm.py``.
 
-In the first attempt rank 1 meets SIGKILL or SIGSTOP in the phase, by hooks of this script; further attempts
-are left alone. Into the folder NOTES go the processes' ids, and the time at which the fault came.
+In the first attempt rank 1 receives SIGKILL or SIGSTOP in the given phase, by hooks of this script. Later
+attempts run undisturbed. The folder NOTES receives the ids of the processes and the time of the fault.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import train_lm  # noqa: E402
 from tests.collectives import REDUCE_SCATTER  # noqa: E402
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-STEP = 3  # steps that are done when the fault comes, or with it, for a save
+STEP = 3  # steps before the fault; for a save, including the step that saves
 TIMEOUT = timedelta(seconds=5)
 LAYERS = 2
 
 
 class Fault:
-    """One signal to this process, at one place of its training."""
+    """A signal that this process sends to itself, once, at one point of its training."""
 
     def __init__(self, action: str, phase: str, notes: Path) -> None:
         self.signal, self.phase, self.notes = SIGNALS[action], phase, notes
@@ -49,8 +49,7 @@ class Fault:
             self.strike()
 
     def watch(self, trainer: Any) -> None:
-        """Hooks on the blocks where a forward and a backward begin, on reductions, and on files of
-        checkpoints."""
+        """Register hooks where a forward and a backward begin, on reductions, and on files of checkpoints."""
         self.trainer = trainer
         blocks = [block.module for block in trainer.model.module.blocks]
         blocks[0].mlp_in.register_forward_pre_hook(lambda *_: self.strike_in("forward"))
@@ -66,7 +65,7 @@ class Fault:
 
     def on_reduction(self) -> None:
         self.reductions += 1
-        # that of the first block, the last one before the root's
+        # reduction of the first block, the last one before the root's
         if self.reductions % (LAYERS + 1) == LAYERS:
             self.strike_in("reduce")
 
@@ -84,7 +83,8 @@ def main() -> int:
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (notes / f"pid-{attempt}-{rank}").write_text(str(os.getpid()))
     strikes = rank == 1 and attempt == 0
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which comes before a survivor has spoken
+    # torchrun's signal, which would end a survivor before its message
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     made, start_ranks = train_lm.Trainer.__init__, train_lm.start_ranks
 
     def make(trainer: Any, *arguments: Any) -> None:
@@ -95,7 +95,7 @@ def main() -> int:
     def start(device: str) -> Any:
         ranks = start_ranks(device)
         if attempt == 0 and action == "stop":
-            _set_pg_timeout(TIMEOUT)  # from here on: processes start at different times
+            _set_pg_timeout(TIMEOUT)  # only from here on: processes start at different times
         return ranks
 
     train_lm.Trainer.__init__, train_lm.start_ranks = make, start

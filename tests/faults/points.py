@@ -1,5 +1,4 @@
-"""Every place of a step at which code that is not the library's runs, in order; one of them can be made to
-raise."""
+"""Points of a step at which foreign code runs, in order. Any point can be made to raise."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from tests.collectives import ALL_GATHER, REDUCE_SCATTER
 
 
 class Trouble(Exception):
-    """What the user's own code raises."""
+    """An exception in user code."""
 
 
 class Points:
-    """Counts the places that a step passes, and raises ``error`` at the one that is armed."""
+    """Counts the points that a step passes, and raises ``error`` at the armed one."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -43,7 +42,7 @@ class Points:
     # ------------------------------------------------------------- where the user's code runs
 
     def watch_module(self, name: str, module: nn.Module) -> None:
-        """All kinds of hooks of one module, and a hook on its output."""
+        """Register all kinds of hooks on a module, and a hook on its output."""
         module.register_forward_pre_hook(lambda *_: self.reach(f"forward pre-hook of {name}"))
         module.register_forward_hook(lambda _, inputs, output: self.watch_output(name, output))
         module.register_full_backward_pre_hook(lambda *_: self.reach(f"backward pre-hook of {name}"))
@@ -64,7 +63,7 @@ class Points:
 
 
 class WatchedWork:
-    """The handle of a collective, whose wait is a point of its own."""
+    """A collective's work handle. Its wait is a point too."""
 
     def __init__(self, points: Points, name: str, work: Any) -> None:
         self.points, self.name, self.work = points, name, work
@@ -84,7 +83,7 @@ def watched_collective(points: Points, name: str) -> Callable[..., Any]:
         try:
             points.reach(f"after {name}")
         except BaseException:
-            work.wait()  # the ranks' collectives stay paired
+            work.wait()  # keep the ranks' collectives paired
             raise
         watched = WatchedWork(points, name, work)
         return watched if options.get("async_op") else watched.wait()
@@ -102,8 +101,9 @@ def watched_collectives(points: Points) -> Iterator[None]:
 
 @contextmanager
 def every_call(points: Points) -> Iterator[None]:
-    """Each call and return of Python code, and each call that Python makes of C: where a signal's handler can
-    raise."""
+    """Make each call and return of Python code, and each call from Python to C, a point: a signal handler can
+    raise there.
+    """
 
     def on_event(frame: Any, event: str, argument: Any) -> None:
         if frame.f_code.co_filename != __file__:

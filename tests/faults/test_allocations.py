@@ -1,5 +1,4 @@
-"""Each allocation of the C layers, and of a tensor, fails once in turn while units are built, stepped and
-saved.
+"""Each allocation of the C layers and of tensors fails once in turn while units are built, stepped and saved.
 
 Each failure is a MemoryError or torch's own error, and leaves nothing: see tests/faults/allocations.py.
 Only every 37th one is tried, unless pytest has --exhaustive.
@@ -38,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The counter of calls that allocate."""
+    """Build the library that counts calls of allocating functions."""
     target = tmp_path_factory.mktemp("fail_calls") / "fail_calls.so"
     flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC"]
     source = ROOT / "tests/native/fail_calls.c"
@@ -49,7 +48,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(library: Path) -> dict[str, dict[str, Any]]:
-    """What went wrong, by the name of a run and the number of the allocation."""
+    """Run all trials and return the results by name."""
     command = [*"-W ignore -X faulthandler -m tests.faults.allocations".split(), library, str(STRIDE)]
     done = run_python(*command, cwd=ROOT, timeout_s=TIMEOUT_S - 10, OMP_NUM_THREADS="1")
     results = {line.pop("name"): line for line in map(json.loads, done.stdout.splitlines())}
@@ -62,5 +61,5 @@ def outcomes(library: Path) -> dict[str, dict[str, Any]]:
 def test_an_allocation_that_fails_leaves_nothing_behind(
     run: str, outcomes: dict[str, dict[str, Any]]
 ) -> None:
-    assert outcomes[run]["allocations"] > (50 if run == "save" else 200)  # a save asks C for boxes alone
+    assert outcomes[run]["allocations"] > (50 if run == "save" else 200)  # a save allocates boxes only
     assert outcomes[run]["wrong"] == {}

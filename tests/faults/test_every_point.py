@@ -1,4 +1,4 @@
-"""An exception at any point of a step leaves nothing behind: each point of a step raises in turn.
+"""An exception at any point of a step leaks nothing: each point of a step raises in turn.
 
 After each the memory is as before, and a forward and backward give the bits that they gave before any
 exception; at the end some steps are compared with those of a model that met none. Both ranks raise at the
@@ -49,7 +49,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 class Watched:
-    """A small model with points everywhere, and a batch that is always the same."""
+    """A small model with points everywhere, and a constant batch."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Watched:
             block.order = torch.nn.Parameter(torch.arange(5), requires_grad=False)
         if checkpoint:
             plain.blocks[1].up = checkpoint_wrapper(plain.blocks[1].up)
-        if optional:  # the first one runs
+        if optional:  # block 2 does not run, the others do
             plain.blocks.append(Block())
             plain.skip = frozenset({2})
             mark(plain.blocks)
@@ -114,7 +114,7 @@ class Watched:
         return self.forward_and_backward()
 
     def result(self) -> list[Tensor]:
-        """The loss and the gradients of a step; none is kept."""
+        """Return the loss and the gradients of a step, and clear the gradients."""
         results = [self.whole_step()]
         results += [param.grad.clone() for param in self.model.parameters() if param.grad is not None]
         self.forget()
@@ -138,7 +138,7 @@ def same(ones: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def waiting_for_a_backward(run: Watched) -> int:
-    """What stays gathered between a forward and its backward, where no unit can know of an exception."""
+    """Return the unsharded bytes between a forward and its backward, where units cannot notice an exception."""
     output = run.model(run.batch)
     nbytes = live_nbytes()
     output.sum().backward()
@@ -153,9 +153,9 @@ def raise_everywhere(
     error: type[BaseException],
     every: int = STRIDE,
 ) -> int:
-    """Raise at every point of ``step`` in turn, checking after each; the number of points."""
+    """Raise at every point of ``step`` in turn, check after each, and return the number of points."""
     points = run.points
-    for _ in range(2):  # the second one finds what the first has set up
+    for _ in range(2):  # the second round runs with state that the first has initialized
         expected = run.result()
         with points.raising_at(-1), around(points):
             step()
@@ -201,8 +201,8 @@ def test_an_interrupt_between_any_two_calls_of_a_step_leaves_nothing_behind(
 ) -> None:
     run = Watched(rank, watch=False, **SCENARIOS[scenario])
     gc.collect()
-    gc.disable()  # a collection's callbacks would be points of one rank alone
-    torch.set_default_device(None)  # an interrupt in its handler of functions would turn that off
+    gc.disable()  # callbacks of a garbage collection would be points of one rank only
+    torch.set_default_device(None)  # an interrupt in the default device's handler would disable it
     try:
         count = raise_everywhere(run, run.whole_step, every_call, error, STRIDE)
     finally:
@@ -232,15 +232,17 @@ class Stepwise(torch.optim.Optimizer):
 
 
 class Stepped(Watched):
-    """Its step is the optimizer's as well, after the backward or in it. ``forget`` brings the parameters
-    back."""
+    """A model whose step includes the optimizer's, after the backward or inside it. ``forget`` restores the
+    parameters.
+    """
 
     def __init__(self, rank: int, in_backward: bool, strategy: ShardingStrategy) -> None:
         super().__init__(rank, watch=False, sharding_strategy=strategy)
         params = list(self.model.parameters())
         if in_backward:
             for param, everywhere in zip(params, held_everywhere(params), strict=True):
-                reach = self.points.reach if everywhere else lambda name: None  # a point of one rank alone
+                # otherwise a point would be reached on one rank only
+                reach = self.points.reach if everywhere else lambda name: None
                 _apply_optimizer_in_backward(Stepwise, [param], {"reach": reach})
         else:
             self.optimizer = Stepwise(params, self.points.reach)
@@ -266,7 +268,7 @@ class Stepped(Watched):
 
 
 def held_everywhere(params: list[Tensor]) -> list[bool]:
-    """Which parameters have elements on every rank."""
+    """Return for each parameter True if every rank has elements of it."""
     held = torch.tensor([param.numel() > 0 for param in params], dtype=torch.int32)
     dist.all_reduce(held, op=dist.ReduceOp.MIN)
     return held.bool().tolist()

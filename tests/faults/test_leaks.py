@@ -1,5 +1,6 @@
-"""No C type keeps objects or memory of a cycle of building, using and dropping it; each in a fresh
-process."""
+"""No C type leaks objects or memory in cycles of building, using and dropping it. Each cycle runs in a fresh
+process.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.settings import EXHAUSTIVE
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 3600 if EXHAUSTIVE else 400
 CHEAP = {"flat_layout", "refused_flat_layout", "functions", "refused_handle", "unit_alone", "hook", *KEEPING}
-CHUNK_NBYTES = 16  # malloc gives no less
+CHUNK_NBYTES = 16  # the smallest chunk of malloc
 QUIET = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1", "OMP_NUM_THREADS": "1"}
 
 
@@ -26,7 +27,7 @@ def total(name: str) -> int:
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict[str, Any]]:
-    """What each cycle leaves behind, by name."""
+    """Measure all cycles and return the results by name."""
     runs = [f"{name}={total(name)}" for name in (*CYCLES, *KEEPING)]
     command = ["-W", "ignore", "-m", "tests.faults.cycles", *runs]
     done = run_python(*command, cwd=ROOT, timeout_s=TIMEOUT_S - 10, **QUIET)

@@ -1,4 +1,4 @@
-"""Where a rank is: step, phase and unit in errors of collectives, on SIGUSR1 and in torch's debug server."""
+"""Progress of a rank (step, phase and unit) in errors of collectives, on SIGUSR1 and in torch's debug server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build() -> FSDP:
 
 
 def place() -> str:
-    """Phase and unit of this rank."""
+    """Return phase and unit of this rank."""
     return _C.describe_progress().partition(": ")[2]
 
 
@@ -73,7 +73,7 @@ def test_a_wait_in_a_collective_is_a_phase_of_its_unit(rank: int, collective: st
     model, seen, original = build(), [], getattr(dist, collective)
 
     class Done:
-        """The work of a collective that is over."""
+        """A finished work handle."""
 
         def wait(self) -> None:
             seen.append(place())
@@ -126,7 +126,8 @@ def save(model: FSDP, kind: StateDictType) -> None:
         model.state_dict()
 
 
-GATHERED: dict[str, tuple[Any, str, Callable[[FSDP], Any], str]] = {  # by the collective that finds none
+# by the collective that runs out of memory
+GATHERED: dict[str, tuple[Any, str, Callable[[FSDP], Any], str]] = {
     "summon_full_params": (dist, ALL_GATHER, summon, "Net"),
     "gradients": (dist, ALL_GATHER, functools.partial(summon, with_grads=True), "Net"),
     "state_dict": (redistribution, "_all_gather_single", FSDP.state_dict, "Net and 2 units after it"),
@@ -147,7 +148,7 @@ GATHERED: dict[str, tuple[Any, str, Callable[[FSDP], Any], str]] = {  # by the c
 
 @on_ranks(2, label="faults")
 def test_memory_that_runs_out_is_told_with_rank_unit_and_remedy(rank: int) -> None:
-    """In torch's own error, which stays of its type and begins with its text."""
+    """The text is added to torch's own error, which keeps its type and its beginning."""
     model = build()
     model(torch.randn(3, WIDTH)).sum().backward()
     for name, doing in (
@@ -171,7 +172,7 @@ def test_memory_that_runs_out_is_told_with_rank_unit_and_remedy(rank: int) -> No
 def test_memory_that_runs_out_in_a_gather_beside_steps_is_told_with_rank_unit_and_remedy(
     rank: int, name: str
 ) -> None:
-    """Once, however deep it was."""
+    """The text is added once, however deep the call was nested."""
     module, collective, body, unit = GATHERED[name]
     model = build()
     model(torch.randn(3, WIDTH)).sum().backward()
@@ -264,7 +265,7 @@ ALONE: dict[str, Callable[[FSDP, torch.optim.Optimizer, Path], object]] = {
 
 @contextmanager
 def warnings_into(path: Path) -> Iterator[None]:
-    """Append what is warned of waits after a tenth of a second to a file that all ranks read."""
+    """Append warnings of waits longer than 0.1 s to a file that all ranks read."""
     handler = logging.FileHandler(path)
     phases.logger.addHandler(handler)
     try:
@@ -291,7 +292,7 @@ def test_a_rank_that_waits_alone_in_a_collective_call_is_warned_once(
             deadline = time.monotonic() + 60
             while not path.read_text() and time.monotonic() < deadline:
                 time.sleep(0.02)
-            time.sleep(0.3)  # for a second warning
+            time.sleep(0.3)  # long enough for a second warning
         else:
             threads = threading.active_count()
             assert place() == "is between steps"

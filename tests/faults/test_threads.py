@@ -1,5 +1,4 @@
-"""References and the interpreter's lock, with units in several threads at once: see
-tests/faults/threads.py."""
+"""Reference counts and the GIL with units in several threads at once: see tests/faults/threads.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ranks that die or stop under torchrun: the others end by themselves and say where, and torchrun goes on
-from the last good checkpoint to the losses of a run that met nothing.
+"""Ranks that die or stop under torchrun. The other ranks end by themselves and report their progress, and
+torchrun continues from the last intact checkpoint to the losses of an undisturbed run.
 
 One of the ten faults is tried; all are with pytest --exhaustive.
 """
@@ -34,13 +34,13 @@ PHASES = ("forward", "backward", "reduce", "save", "load")
 TRIED = [("kill", "reduce")]
 if EXHAUSTIVE:
     TRIED = [(action, phase) for phase in PHASES for action in ("kill", "stop")]
-MARGIN_S = 60.0  # for a survivor to end, beyond the process group's timeout
+MARGIN_S = 60.0  # for a survivor to end, on top of the process group's timeout
 FLAGS = f"--layers {LAYERS} --width 16 --heads 2 --context 16 --accumulate 1 --sample-bytes 1 --steps 6 "
 FLAGS += "--warmup 1 --eval-every 6 --eval-batches 1 --checkpoint-every 2 --keep 3"
 ARGUMENTS = [*FLAGS.split(), "--data", f"{ROOT}/LICENSE"]
 
 FIRST, LAST = "blocks.0", f"blocks.{LAYERS - 1}"
-SURVIVOR = {  # what its error says
+SURVIVOR = {  # text of a survivor's error
     "forward": f"rank 0, step 3: .* waits in the all-gather of Block at '{LAST}'",
     "backward": "rank 0, step 3: .* waits in the (reduction|all-gather for the backward) of Block at 'blocks",
     "reduce": f"rank 0, step 3: .* waits in the reduction of Block at '{FIRST}'",
@@ -58,7 +58,7 @@ def train_undisturbed(rank: int, world_size: int, out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that meets no fault."""
+    """Return the folder of a run without a fault."""
     out = tmp_path_factory.mktemp("undisturbed")
     pool(2, "faults").run(train_undisturbed.__module__, train_undisturbed.__name__, {"out": out})
     return out
@@ -71,7 +71,8 @@ def launch(action: str, phase: str, folder: Path) -> subprocess.Popen[str]:
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or a new rank may find the address of one that is gone
+        # otherwise a new rank may connect to the address of a dead one
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     command = [sys.executable, *launcher, *script, *flags]
     with (folder / "output").open("w") as output:
@@ -93,7 +94,7 @@ def wait_for(condition: Any, torchrun: subprocess.Popen[str], what: str) -> None
 
 
 def seconds_to_the_end(torchrun: subprocess.Popen[str], folder: Path) -> float:
-    """Of the survivor, from the fault on."""
+    """Return the seconds from the fault to the survivor's end."""
     fault = folder / "fault"
     wait_for(fault.exists, torchrun, "the fault did not come")
     survivor = int((folder / "pid-0-0").read_text())
@@ -102,7 +103,7 @@ def seconds_to_the_end(torchrun: subprocess.Popen[str], folder: Path) -> float:
 
 
 def assert_same_end(one: Path, other: Path) -> None:
-    """Parameters, optimizer state and every loss, bit for bit."""
+    """Assert that parameters, optimizer state and every loss are bitwise equal."""
     ends = [path / "step-000006" for path in (one, other)]
     losses = [checkpoint.load(torch.nn.Module(), None, end, strict=False)["losses"] for end in ends]
     assert losses[0] == losses[1] and len(losses[0]) == 6
@@ -111,7 +112,7 @@ def assert_same_end(one: Path, other: Path) -> None:
 
 @dataclass
 class Row:
-    """Of the table of faults."""
+    """A row of the table of faults."""
 
     action: str
     phase: str
@@ -124,12 +125,12 @@ class Row:
 
 
 def survive(action: str, phase: str, folder: Path) -> tuple[Row, str]:
-    """One run of torchrun with a fault; what its ranks said."""
+    """Run torchrun with one fault and return the row and the output of the ranks."""
     started = time.monotonic()
     torchrun = launch(action, phase, folder)
     try:
         ended = seconds_to_the_end(torchrun, folder)
-        # torchrun would wait for 30 seconds from SIGTERM, which it does not hear, to SIGKILL
+        # a stopped rank ignores SIGTERM, and torchrun sends SIGKILL only after 30 s
         if action == "stop":
             os.kill(int((folder / "pid-0-1").read_text()), signal.SIGKILL)
         torchrun.wait(250)
@@ -156,5 +157,6 @@ def test_a_survivor_says_what_it_waits_for_and_the_restarted_run_ends_as_if_undi
     assert re.search(SURVIVOR[phase], row.said), row.said
     assert row.ended < (TIMEOUT.total_seconds() if action == "stop" else 0) + MARGIN_S
     resumed = f"resumed from {tmp_path / 'run' / 'step-000002'}: 2 of 6 steps done" in output
-    assert resumed or phase not in ("save", "load")  # else the save beside step 3 may not have been over
+    # otherwise the save that overlaps with step 3 may not have finished
+    assert resumed or phase not in ("save", "load")
     assert_same_end(undisturbed, tmp_path / "run")

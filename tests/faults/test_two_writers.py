@@ -1,5 +1,4 @@
-"""Two jobs that save into one folder, as a rank 0 does that outlived its job beside the restarted one, and a
-reader."""
+"""Two jobs that save into one folder, as when rank 0 of an old job outlives its restart, and a reader."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def save(path: Path, job: int) -> None:
 @contextmanager
 def forked(work: Callable[[], None]) -> Iterator[int]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: they are idle
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads warns; the threads are idle
         child = os.fork()
     if child == 0:
         try:

@@ -1,8 +1,8 @@
-"""Four threads build, step and drop units of their own at once, while a fifth collects garbage all the time.
+"""Four threads build, step and drop their own units at once, while a fifth collects garbage all the time.
 
-``python -m tests.faults.threads ROUNDS``. The interpreter switches threads as often as it can, so that C code
-that holds a borrowed reference over a call, or counts on a lock that torch has let go of, meets another
-thread there.
+``python -m tests.faults.threads ROUNDS``. The interpreter switches threads as often as possible, so that C
+code that holds a borrowed reference across a call, or relies on a GIL that torch has released, is interrupted
+there by another thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def build(arguments: dict[str, Any]) -> FSDP:
 
 
 def results(arguments: dict[str, Any]) -> list[Tensor]:
-    """The loss and gradients of a step and of one after it, and what is gathered for summon_full_params."""
+    """Return loss and gradients of two steps, and the parameters from summon_full_params."""
     model = build(arguments)
     found = []
     for _ in range(2):
@@ -58,7 +58,7 @@ def results(arguments: dict[str, Any]) -> list[Tensor]:
 
 
 def wrong_rounds(kind: dict[str, Any], expected: list[Tensor], rounds: int) -> int:
-    """How many rounds gave something else."""
+    """Return the number of rounds with different results."""
     return sum(not all(map(torch.equal, results(kind), expected)) for _ in range(rounds))
 
 
@@ -72,7 +72,7 @@ def main(rounds: int) -> None:
     init_fake_group(rank=0, world_size=2)
     expected = [results(kind) for kind in KINDS]
     gc.collect()
-    gc.freeze()  # what was imported need not be looked through each time
+    gc.freeze()  # exclude imported objects from collections
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     done = threading.Event()
     collector = threading.Thread(target=collect_until, args=(done,))
@@ -83,7 +83,7 @@ def main(rounds: int) -> None:
     finally:
         done.set()
         collector.join()
-    for _ in range(2):  # a root that goes lets go of its tree: that is collected in the second round
+    for _ in range(2):  # a freed root releases its units, which the second round collects
         gc.collect()
     units = sum(isinstance(one, (_C.Handle, _C.Unit, _C.Runtime)) for one in gc.get_objects())
     print(json.dumps({"wrong": wrong, "units": units, "live": _C.live_unsharded_nbytes()}))
