@@ -4,10 +4,9 @@
     python -m tests.fuzz.checkpoint --count 20000
     python -m tests.fuzz.checkpoint --only headers --count 100000
 
-A trial follows from the seed and its number, so that ``--first N --count 1`` repeats trial N. In ``pieces``
-the files have checksums of what they were before, so that only what was saved may be loaded. Trials run in a
-process of their own, which is killed where one takes longer than SECONDS_OF_A_TRIAL, and has a limit on its
-address space.
+A trial depends only on the seed and its number: ``--first N --count 1`` repeats trial N. In ``pieces`` the
+files keep the checksums of their original content, so that only saved values may be loaded. Trials run in
+their own process with limited address space, which is killed after SECONDS_OF_A_TRIAL in one trial.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from fsdp_c.checkpoint.storage import read_checkpoint
 from tests.checkpoints import contents, with_right_checksums
 
 SECONDS_OF_A_TRIAL = 20
-MEMORY_OF_ALL = 2**29  # that is touched, by all trials of a kind
+MEMORY_OF_ALL = 2**29  # resident memory of all trials of a kind
 ADDRESSES_OF_ALL = 2**31
 NUMBERS = [-1, 0, 1, 2, 5, 24, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**62, 2**63, 2**64, True]
 VALUES = [
@@ -82,7 +81,7 @@ def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
-    """A few bytes, or a slice, changed."""
+    """Return ``content`` with a few bytes or a slice changed."""
     data = bytearray(content)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         at = rng.randrange(len(data) + 1)
@@ -106,7 +105,7 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 
 
 def leaves(metadata: Any) -> list[tuple[Callable[[Any], None], Any]]:
-    """Setters of what a checkpoint's metadata say, with the values."""
+    """Return (setter, value) of each value in a checkpoint's metadata."""
     found: list[tuple[Callable[[Any], None], Any]] = []
 
     def attribute(owner: Any, name: str) -> None:
@@ -131,7 +130,7 @@ def leaves(metadata: Any) -> list[tuple[Callable[[Any], None], Any]]:
 
 
 def changed(metadata: Any, rng: random.Random) -> bytes:
-    """Pickled with values replaced by odd ones, or by those of others."""
+    """Return the pickled metadata with some values replaced by odd ones or by other values of the metadata."""
     places = leaves(metadata)
     for _ in range(rng.choice([1, 1, 2, 3])):
         put, old = rng.choice(places)
@@ -143,7 +142,7 @@ def changed(metadata: Any, rng: random.Random) -> bytes:
         try:
             put(value)
         except Exception:
-            continue  # some cannot be put there
+            continue  # some values cannot be set there
     return pickle.dumps(metadata)
 
 
@@ -151,7 +150,7 @@ def changed(metadata: Any, rng: random.Random) -> bytes:
 
 
 class Subject:
-    """A folder with a sound checkpoint, of which each trial changes a file."""
+    """A folder with an intact checkpoint, of which each trial changes a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -164,7 +163,7 @@ class Subject:
         raise NotImplementedError
 
     def change(self, rng: random.Random) -> str:
-        """Change a file; its name."""
+        """Change a file and return its name."""
         name = rng.choice(sorted(self.sound))
         (self.folder / name).write_bytes(mutated(self.sound[name], rng))
         return name
@@ -179,7 +178,7 @@ class Subject:
 
 
 class Pieces(Subject):
-    """Any file of ours, with the checksums as they were."""
+    """Changes any of fsdp_c's files and keeps the checksums."""
 
     def make(self) -> None:
         model, optimizer = plain()
@@ -206,7 +205,7 @@ class Pieces(Subject):
 
 
 class Layouts(Subject):
-    """The layout, with right checksums, so that what it says is read: by a load, with the data behind."""
+    """Changes the layout and updates its checksums, so that a load reads it, together with the data."""
 
     def make(self) -> None:
         checkpoint.save(*plain(), self.folder, extra={"list": [1, torch.ones(2)]})
@@ -236,14 +235,14 @@ class Layouts(Subject):
     def read(self) -> None:
         try:
             checkpoint.load(*plain(), self.folder)
-        except ValueError as error:  # state of another optimizer
+        except ValueError as error:  # state of a different optimizer
             raise CheckpointError(str(error)) from error
         found = read_checkpoint(self.folder)
         assert all(len([*entry.chunks]) for entry in found.entries.values() if isinstance(entry, TensorEntry))
 
 
 def nodes(value: Any) -> list[Any]:
-    """The dicts and lists in it that hold something."""
+    """Return the non-empty dicts and lists in ``value``, itself included."""
     inner = (
         list(value.values() if isinstance(value, dict) else value) if isinstance(value, (dict, list)) else []
     )
@@ -251,7 +250,7 @@ def nodes(value: Any) -> list[Any]:
 
 
 class Headers(Subject):
-    """The metadata or the data of a checkpoint that torch wrote, without checksums."""
+    """Changes metadata or data of a checkpoint written by torch, which has no checksums."""
 
     def make(self) -> None:
         with warnings.catch_warnings():
@@ -268,7 +267,7 @@ class Headers(Subject):
 
 
 def verify(path: Path) -> None:
-    """The command; a refusal is raised."""
+    """Run the verify command. Asserts that a refusal is one line."""
     said = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
         status = cli.main(["verify", str(path)])
@@ -287,7 +286,7 @@ REFUSALS = (CheckpointError, FileNotFoundError, NotADirectoryError)
 
 
 def trial(subject: Subject, seed: int, number: int) -> str:
-    """ "read" or "refused"; anything else that is raised is a failure."""
+    """Run one trial. Return "read" or "refused"; any other exception is a failure."""
     name = subject.change(random.Random(f"{seed} {number}"))
     try:
         subject.read()
@@ -308,7 +307,7 @@ def run(
     started: Callable[[int], None],
     folder: Path,
 ) -> Counter[str]:
-    """How many trials had which end. What the first that failed raised."""
+    """Run trials and return the number of each outcome. Raises the first failure's exception."""
     outcomes = Counter[str]()
     subject = SUBJECTS[name](folder / "checkpoint")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -324,8 +323,9 @@ def run(
 
 
 def run_limited(name: str, seed: int, first: int, count: int, seconds: float = 1e9) -> Counter[str]:
-    """``run`` in a process with limits. RuntimeError naming the first trial that failed, or that ended the
-    process."""
+    """Call ``run`` in a process with limits. Raises RuntimeError with the number of the first trial that
+    failed or ended the process.
+    """
     at = mmap.mmap(-1, 8)
     reading, writing = os.pipe()
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))

@@ -1,4 +1,4 @@
-"""The hand-written prototypes of libtorch's C ABI agree with torch's headers."""
+"""The hand-written prototypes of libtorch's C ABI match torch's headers."""
 
 import os
 import re
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
 def check_syntax(source: Path, header_folder: Path) -> subprocess.CompletedProcess[str]:
-    """Compile ``source`` for its static_asserts alone."""
+    """Check the static_asserts of ``source`` by compiling it without output."""
     command = [str(COMPILER), "-std=c++17", "-fsyntax-only", f"-I{header_folder}"]
     command += [f"-isystem{path}" for path in include_paths()]
     return subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=300)

@@ -1,5 +1,6 @@
-"""The CUDA kernels without a GPU: run by emulation against the CPU's, and compiled by nvcc wherever it
-stands."""
+"""The CUDA kernels without a GPU: emulated and compared with the CPU's kernels, and compiled by nvcc if it is
+installed.
+"""
 
 import ctypes
 import os
@@ -65,7 +66,7 @@ def test_emulated_kernels_equal_the_cpus(tmp_path: Path) -> None:
     objects[NATIVE / "cuda_kernels.cpp"] = tmp_path / "main.o"
 
     def compile_one(source: Path) -> None:
-        if source.suffix == ".c":  # test_native.py sanitizes these
+        if source.suffix == ".c":  # C sources are covered by test_native.py
             compile_to(objects[source], "cc", *C, "-c", str(source))
         else:
             compile_to(objects[source], "c++", *sanitize, *EMULATION, "-c", str(source))
@@ -87,7 +88,7 @@ def has_driver() -> bool:
 
 @pytest.mark.timeout(1200)
 def test_nvcc_compiles_the_kernels_without_a_warning(tmp_path: Path) -> None:
-    """For one architecture, and for the oldest, which lacks instructions of the others."""
+    """nvcc compiles for a recent architecture and for the oldest, which lacks some instructions."""
     settings = {"FSDP_C_CUDA": "1", "FSDP_C_WERROR": "1", "FSDP_C_CUDA_ARCHS": "75 90"}
     folders = ["--folder", str(tmp_path), "--build-temp", str(tmp_path / "objects")]
     done = call(sys.executable, "setup.py", "-q", "build_cuda", *folders, **settings)

@@ -1,4 +1,4 @@
-"""Compiles each native C program with sanitizers, where the compiler has them, and runs it."""
+"""Compiles and runs each native C program, with sanitizers if the compiler has them."""
 
 import os
 import re
@@ -30,7 +30,7 @@ FUZZ_COUNT = {"FSDP_C_FUZZ_COUNT": "1000000"} if EXHAUSTIVE else {}
 # Invariants are checked, allocations can be made to fail, and Python's headers are there, but no Python.
 DEFINES = ["-DFSDP_C_CHECK", "-DMEM_FAULTS", "-DPy_LIMITED_API=0x030A0000"]
 INCLUDES = [f"-I{CSRC}", f"-I{NATIVE}", f"-I{sysconfig.get_paths()['include']}"]
-# A program links what it reaches alone, and what it defines itself takes the place of what a file has.
+# Drops unreachable functions at link time, and lets a program's definitions replace those of linked files.
 SECTIONS = ["-ffunction-sections", "-fdata-sections"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
@@ -45,7 +45,7 @@ def compiler() -> str:
 
 @pytest.fixture(scope="module")
 def sanitizers(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The sanitizer flags, or nothing where the compiler or its runtime lacks them."""
+    """Return the sanitizer flags; empty if the compiler or its runtime lacks them."""
     folder = tmp_path_factory.mktemp("sanitizers")
     (folder / "empty.c").write_text("int main(void) { return 0; }\n")
     command = [compiler, *SANITIZE, str(folder / "empty.c"), "-o", str(folder / "empty")]
@@ -66,7 +66,7 @@ def compile_with(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def linked_sources(source: Path) -> list[str]:
-    """The files under csrc that the program's ``links:`` comment names."""
+    """Return the files under csrc in the program's ``links:`` comment."""
     links = re.match(r"/\* links(?:, with stand-ins of its own)?: ([^*]+) \*/", source.read_text())
     assert links is not None, f"{source.name} must begin with a comment 'links: FILE...', relative to csrc"
     return [str(CSRC / name) for name in links[1].split()]
