@@ -1,8 +1,8 @@
-"""One training run, recorded, for torch's FSDP1 or for fsdp_c; and the bitwise comparison of two records.
+"""Recorded training runs with torch's FSDP1 or fsdp_c, and the bitwise comparison of two records.
 
-Both implementations are built from the same seed and fed the same batches on the same ranks. Everything a
-user can see is recorded under a label (``step 3 grad blocks.0.up.weight``), so that the first difference
-names the moment and the parameter.
+Both implementations are built from the same seed and get the same batches on the same ranks. Every value
+visible to users is recorded under a label (``step 3 grad blocks.0.up.weight``), so that the first difference
+names step and parameter.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def implementation(name: str) -> type:
-    """The class to test. ``FSDP_C_PARITY_IMPL=torch`` compares torch with itself: it checks the tests, not
-    fsdp_c."""
+    """Return the class to test. With ``FSDP_C_PARITY_IMPL=torch`` torch is compared with itself, to check the
+    tests.
+    """
     if name == "fsdp_c" and os.environ.get("FSDP_C_PARITY_IMPL") != "torch":
         from fsdp_c import FullyShardedDataParallel
 
@@ -63,7 +64,7 @@ def implementation(name: str) -> type:
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the grid, picklable, named by its id."""
+    """One point of the grid; picklable, and named by its id."""
 
     scenario: str
     strategy: str = "FULL_SHARD"
@@ -141,7 +142,7 @@ class Run:
 
     # ---------------------------------------------------------------- stepping
     def batch(self, index: int = 0) -> Tensor:
-        """This rank's input of micro-batch ``index`` of the current step; differs by rank."""
+        """Return this rank's input of micro-batch ``index`` of the current step. Inputs differ between ranks."""
         generator = torch.Generator(device()).manual_seed(1000 * self.step + 10 * index + self.rank)
         x = torch.randn(BATCH, WIDTH, generator=generator)
         return x.bfloat16() if self.point.precision == "cast_inputs" else x
@@ -159,8 +160,9 @@ class Run:
         self.record_grads(f"after backward {index}")
 
     def optimizer_step(self, set_to_none: bool = True) -> None:
-        """Step, zero the gradients, record. Gradients kept in low precision are cast first, as a user has
-        to."""
+        """Step, zero the gradients and record them. Low-precision gradients are cast first, as user code must
+        do.
+        """
         for parameter in self.model.parameters():
             if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
                 low, parameter.grad = parameter.grad, None
@@ -172,7 +174,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Scenario:
-    """``build`` makes the wrapped model, ``step`` one optimizer step with all its recording."""
+    """``build`` returns the wrapped model; ``step`` runs and records one optimizer step."""
 
     build: Callable[[Run], nn.Module]
     step: Callable[[Run], None]
@@ -181,7 +183,7 @@ class Scenario:
 def record_run(
     point: Point, scenario: Scenario, implementation_name: str, rank: int, world_size: int
 ) -> dict[str, Any]:
-    """Train STEPS steps and return the record; the full state dict closes it."""
+    """Train STEPS steps and return the record. Its last entry is the full state dict."""
     run = Run(point, implementation(implementation_name), rank, world_size)
     run.start(scenario.build)
     for run.step in range(1, STEPS + 1):
@@ -194,7 +196,9 @@ def record_run(
 
 
 def same_bits(left: Any, right: Any) -> bool:
-    """Equal dtype, shape and values on whatever devices, NaN equal to NaN; other objects by ``==``."""
+    """Return True for equal dtype, shape and values on any devices, with NaN equal to NaN; other objects are
+    compared by ``==``.
+    """
     if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
         return type(left) is type(right) and left == right
     left, right = left.cpu(), right.cpu()
@@ -249,7 +253,9 @@ def assert_same_record(point: Point, expected: dict[str, Any], actual: dict[str,
 
 
 def assert_record_is_worth_comparing(trace: dict[str, Any]) -> None:
-    """The parameters moved and some gradient is not zero: otherwise equality would say nothing."""
+    """Assert that parameters have changed and some gradient is not zero: otherwise equality would prove
+    nothing.
+    """
     gradients = [value for label, value in trace.items() if "gradient" in label and value is not None]
     assert any(bool((gradient != 0).any()) for gradient in gradients)
     ends = {
@@ -264,10 +270,10 @@ def assert_record_is_worth_comparing(trace: dict[str, Any]) -> None:
 
 
 def compare(point: Point, scenario: Scenario, rank: int, world_size: int) -> None:
-    """Run the point with torch and with fsdp_c and require every record to be bitwise the same.
+    """Run the point with torch and with fsdp_c and assert that all records are bitwise equal.
 
-    Where torch's FSDP1 has a race on the simulated GPU (edited gradients, units gathered by hand), its
-    outcome is that of the order in which it launches.
+    torch's FSDP1 has races on the simulated GPU (edited gradients, units unsharded by hand). There its result
+    is that of the order of the launches.
     """
     expected = record_run(point, scenario, "torch", rank, world_size)
     assert_record_is_worth_comparing(expected)

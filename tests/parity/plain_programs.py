@@ -1,12 +1,11 @@
-"""Random training loops beside the plain, unsharded module: what FSDP must not change, whatever torch's FSDP1
-does.
+"""Random training loops compared with the plain, unsharded module, independently of torch's FSDP1.
 
-``python -m tests.parity.plain_programs --seconds 60`` runs programs of fresh seeds on 2 ranks and prints each
-that fails; ``--seed`` starts at a seed.
+``python -m tests.parity.plain_programs --seconds 60`` runs programs with fresh seeds on 2 ranks and prints
+each failing one. ``--seed`` sets the first seed.
 
-Every rank has the same data, in float64, so that averaged gradients are the plain ones. An action runs on the
-sharded and on the plain model; then its results, parameters, gradients and optimizer states are compared. They
-are read from this rank's shards, which calls nothing of a step.
+All ranks have the same data, in float64, so that averaged gradients equal the plain module's. Each action
+runs on the sharded and on the plain model. Then its results, parameters, gradients and optimizer states are
+compared. They are read from this rank's shards, without any call that a step makes.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from tests.parity.programs import (
     operation,
 )
 
-LENGTHS = (3, 14)  # actions in a program
+LENGTHS = (3, 14)  # number of actions in a program
 KINDS = ("mlp", "norm", "embedding", "conv", "tied", "single", "mixed", "scalar", "packed")
-SQUARE = ("embedding", "single", "scalar", "packed")  # the inner layer's weight is as large as the head's
+SQUARE = ("embedding", "single", "scalar", "packed")  # kinds whose inner weight is as large as the head's
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
-CLOSE_IN_FLOAT32 = {"rtol": 1e-4, "atol": 1e-6}  # where a part of the program is, sums come in another order
+CLOSE_IN_FLOAT32 = {"rtol": 1e-4, "atol": 1e-6}  # for parts in float32: sums are in a different order
 tolerance = dict(CLOSE)
 RUN_TIMEOUT_S = 180.0
 
@@ -59,7 +58,7 @@ def generate(seed: int, world_size: int = 2) -> Program:
     )
     strategy = rng.choice(strategies)
     blocks = tuple(_block(rng, orig, strategy) for _ in range(rng.randint(1, 3)))
-    # of a difference in the last place Adam may make a whole step
+    # Adam can turn a difference in the last bit into a whole step
     optimizers = ("sgd",) if has_float32(blocks) else tuple(OPTIMIZERS)
     tied_head = "inp" if rng.random() < 0.2 else None
     if blocks[-1].kind in SQUARE and blocks[-1].frozen == "none" and rng.random() < 0.6:
@@ -136,25 +135,25 @@ def _action(rng: random.Random, blocks: int) -> Operation:
 
 
 class Ended(Exception):
-    """The plain module's backward has raised: its results are compared with nothing."""
+    """The plain module's backward has raised, so there is nothing to compare."""
 
 
 class Different(Exception):
-    """A result is not the plain module's."""
+    """A result differs from the plain module's."""
 
 
 @dataclass
 class Part:
-    """One parameter as its flat parameter has it on this rank."""
+    """The part of one parameter in this rank's shard of the flat parameter."""
 
     name: str
     flat: Any
-    begin: int  # of its elements in the shard
-    first: int  # of the parameter's elements there
+    begin: int  # offset of the part in the shard
+    first: int  # offset of the part in the parameter
     numel: int
-    whole_begin: int  # in the flat parameter
-    held: Any  # with use_orig_params the parameter that users see
-    view: Any  # what they see in its place between a forward and its backward, and may write to; or None
+    whole_begin: int  # offset of the parameter in the flat parameter
+    held: Any  # the parameter visible to users, with use_orig_params
+    view: Any  # writable view exposed between a forward and its backward; or None
 
 
 def clean(name: str) -> str:
@@ -183,12 +182,12 @@ def parts(model: nn.Module) -> Iterator[Part]:
 
 
 def mine(part: Part, value: Tensor) -> Tensor:
-    """This rank's part of a whole parameter or gradient."""
+    """Return this rank's part of an unsharded parameter or gradient."""
     return value.detach().flatten()[part.first : part.first + part.numel]
 
 
 def in_shard(part: Part, value: Tensor | None) -> Tensor | None:
-    """This rank's part of a gradient or state as it was found, of its shard or whole."""
+    """Return this rank's part of a gradient or state that is either sharded or unsharded."""
     if value is None:
         return None
     value = value.detach()
@@ -234,7 +233,7 @@ def _shown(value: Any) -> str:
 
 
 def compare_states(sharded: Side, plain: Side) -> None:
-    """Parameters, gradients and optimizer states, read from this rank's shards."""
+    """Compare parameters, gradients and optimizer states, read from this rank's shards."""
     expected = dict(plain.model.named_parameters())
     found = list(parts(sharded.model))
     with_gradients = {id(part.flat) for part in found if expected[part.name].grad is not None}
@@ -245,13 +244,13 @@ def compare_states(sharded: Side, plain: Side) -> None:
         shard = part.flat if part.flat.numel() == shard.numel() else shard
         value = in_shard(replace(part, held=None), shard)
         if part.held is not None and part.view is None:
-            value = in_shard(part, part.held)  # new data goes to the shard later
+            value = in_shard(part, part.held)  # new data is written back later
         if (
             part.view is not None
             and value is not None
             and not value.cpu().allclose(mine(part, parameter).cpu())
         ):
-            value = mine(part, part.view)  # what was written there goes to the shard later
+            value = mine(part, part.view)  # a write to the view is written back later
         same(f"parameter {part.name}", mine(part, parameter), value)
         if not plain.local:
             gradient, grad = in_shard(part, holder.grad), parameter.grad
@@ -289,15 +288,16 @@ def compare_returned(
 
 
 def _agreed(failure: str | None) -> str | None:
-    """The first failure of any rank, on all of them."""
+    """Return the first failure of any rank, on all ranks."""
     said: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(said, failure, group=groups()["agree"])
     return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)
 
 
 def run_program(rank: int, world_size: int, program: Program, is_legal: bool = False) -> str | None:
-    """Run a program on both sides; return the first difference, the same on all ranks, or None. ``is_legal``:
-    none of its actions may be illegal."""
+    """Run a program on both sides and return the first difference, equal on all ranks, or None. With
+    ``is_legal`` no action may be illegal.
+    """
     groups()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -361,7 +361,7 @@ def main(arguments: list[str]) -> int:
         program = generate(seed, given.ranks)
         try:
             why = pool.run(__spec__.name, "run_program", {"program": program}, RUN_TIMEOUT_S)[0]
-        except ranks.RankFailure as failure:  # died, or hangs
+        except ranks.RankFailure as failure:  # a rank died or hangs
             why = f"{type(failure).__name__}: {failure}"
         if why is not None:
             failures += 1

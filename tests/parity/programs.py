@@ -1,35 +1,37 @@
-"""Random programs: a small module, a wrap plan, a configuration and a sequence of actions, all from one seed.
+"""Random programs, each generated from one seed: a small module, a wrap plan, a configuration and a sequence
+of actions.
 
-A program is plain data: its repr is what a failure prints, and the same seed gives the same program
-everywhere. ``Side`` runs its actions on a model of torch's FSDP1, of fsdp_c, or on the plain module.
-test_random_programs.py compares the first two, plain_programs.py the last two. Whether an action is legal is
-decided when it runs, by state that all implementations share: an illegal action raises ``Illegal`` and changes
-nothing, so that any part of a program is a program.
+A program is plain data. A failure prints its repr, and a seed gives the same program everywhere. ``Side``
+runs its actions on a model of torch's FSDP1, of fsdp_c, or on the plain module. test_random_programs.py
+compares the first two, plain_programs.py the last two. Each action checks at run time whether it is legal,
+from state that all implementations share. An illegal action raises ``Illegal`` and changes nothing, so that
+any part of a program is a program.
 
 [Note: Restrictions beside the plain module]
 Documented differences from the plain module are avoided, or modelled where a comment names this note:
-- parameters that change between a forward and its backward: the gradients of such graphs are not defined, so
+- parameters that change between a forward and its backward: the gradients of such graphs are undefined, so
   their backward does not run;
-- gradients that no_sync keeps local are separate from reduced ones until a synced backward adds them: they are
-  compared after it, and optimizer, clipping and edits of gradients wait for it;
-- a parameter without a gradient in a unit that has one shows zeros;
-- a write through `.data` to unsharded parameters leaves no trace (docs/troubleshooting.md);
+- gradients that no_sync keeps local are separate from reduced ones until a synced backward adds them: they
+  are compared after it, and optimizer, clipping and edits of gradients wait for it;
+- a parameter without a gradient in a unit with one has a gradient of zeros;
+- a write through `.data` to unsharded parameters is lost (docs/troubleshooting.md);
 - after an exception in a backward gradients are zeroed (docs/troubleshooting.md, "After an exception");
-- a layer is called through its unit, an inner unit once the root has run;
+- a layer is called through its unit, an inner unit only after a forward of the root;
 - without use_orig_params a unit is frozen as a whole;
-- a module within a unit may show views between a forward and its backward, which its `zero_grad()` and
-  `requires_grad_()` do not see past, and a unit's do: modules that are no units are reached by their parameters;
-- with use_orig_params, where others of the unit are trained, a parameter that is frozen between a forward and
-  its backward adds that gradient to one that it has, and a parameter that is unfrozen there has none of a
+- a module inside a unit may hold views between a forward and its backward. Its `zero_grad()` and
+  `requires_grad_()` change the views only, while a unit's change the parameters: modules that are no units
+  are reached by their parameters;
+- with use_orig_params, if other parameters of the unit are trained, a parameter frozen between a forward and
+  its backward adds that gradient to its existing one, and a parameter unfrozen there gets no gradient from a
   checkpoint;
 - a backward through a checkpoint may raise after such a change (CheckpointError): the program ends where the
   plain module's does;
-- either views or the optimizer's parameters are written to between two forwards of the root: of writes to both
-  one is lost;
+- either views or the optimizer's parameters are written to between two forwards of the root: of writes to
+  both, one is lost;
 - summoned gradients need use_orig_params;
 - clipping without any gradient returns fp32;
-- a parameter that units share belongs to the root: the block that shares one is called, frozen and zeroed with
-  the root alone.
+- a parameter shared by units belongs to the root: the block that shares it is called, frozen and zeroed
+  through the root only.
 """
 
 from __future__ import annotations
@@ -68,8 +70,9 @@ STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """One block: its layers, what is wrapped (itself, its inner layer, both), what is frozen, and its
-    checkpoint."""
+    """A block: its layers, the wrapped modules (itself, its inner layer, both or none), the frozen ones, and
+    its checkpoint.
+    """
 
     kind: str
     hidden: int
@@ -110,11 +113,9 @@ class Program:
     forward_prefetch: bool
     limit_all_gathers: bool
     operations: tuple[Operation, ...]
-    tied_head: str | None = (
-        None  # whose weight the head shares: that of the first layer, "inp", or of a "block"
-    )
+    tied_head: str | None = None  # layer whose weight the head shares: the first layer, "inp", or a "block"
     offload: bool = False
-    split: bool = False  # frozen parameters are flattened apart
+    split: bool = False  # frozen parameters are in separate flat parameters
 
     def __str__(self) -> str:
         point = self.point
@@ -133,7 +134,7 @@ class Program:
 
 
 class Block(nn.Module):
-    """A residual block; ``inner`` is the layer that a wrap plan may make a unit of its own."""
+    """A residual block. A wrap plan may make its ``inner`` layer a unit."""
 
     def __init__(self, plan: BlockPlan, width: int) -> None:
         super().__init__()
@@ -153,12 +154,13 @@ class Block(nn.Module):
             self.inner = nn.LayerNorm(width)
         elif plan.kind == "single":
             self.inner = nn.Linear(width, width)
-        elif plan.kind == "scalar":  # beside the plain module alone, as the next two: torch refuses them
+        # compared with the plain module only, like the next two kinds: torch refuses them
+        elif plan.kind == "scalar":
             self.inner, self.gain = nn.Linear(width, width), nn.Parameter(torch.tensor(0.7))
         elif plan.kind == "mixed":
             self.first = nn.Linear(width, width, dtype=torch.float32)
             self.inner = nn.Linear(width, width, dtype=torch.float64)
-        elif plan.kind == "packed":  # as a quantiser's: frozen bytes, and a mask
+        elif plan.kind == "packed":  # like a quantizer's: frozen bytes, and a mask
             packed = torch.randint(0, 256, (width * width,), dtype=torch.uint8)
             self.packed = nn.Parameter(packed, requires_grad=False)
             self.used = nn.Parameter(torch.rand(width) > 0.2, requires_grad=False)
@@ -202,7 +204,7 @@ def _raise(gradient: Tensor | None = None) -> None:
 
 
 class Stack(nn.Module):
-    """First layer, blocks, head; each block under the checkpoint of its plan, ``skip`` left out."""
+    """First layer, blocks and head. Each block is checkpointed by its plan; blocks in ``skip`` are left out."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -246,7 +248,7 @@ def build(program: Program, run: Run) -> nn.Module:
 
 
 def local_tensors(value: Tensor | ShardedTensor) -> list[Tensor]:
-    """This rank's tensors of an entry of a state dict."""
+    """Return this rank's tensors in an entry of a state dict."""
     return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
 
 
@@ -254,13 +256,14 @@ def local_tensors(value: Tensor | ShardedTensor) -> list[Tensor]:
 
 
 class Illegal(Exception):
-    """The action is not legal in this state: it changes nothing, in any implementation."""
+    """The action is illegal in this state. It changes nothing in any implementation."""
 
 
 @functools.cache
 def groups() -> dict[str, Any]:
-    """Groups of this process: those of HYBRID_SHARD over pairs of ranks, and one for the agreement on how an
-    action ended."""
+    """Return this process' groups: those of HYBRID_SHARD over pairs of ranks, and one for agreement on the
+    outcome of actions.
+    """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     pairs = [dist.new_group(list(range(first, first + 2))) for first in range(0, world_size, 2)]
     across = [dist.new_group(list(range(first, world_size, 2))) for first in range(2)]
@@ -269,26 +272,27 @@ def groups() -> dict[str, Any]:
 
 @dataclass
 class Side(Run):
-    """The model of one implementation, and a training loop's variables. All implementations share the legal
-    states."""
+    """The model of one implementation and the variables of a training loop. Legality is equal in all
+    implementations.
+    """
 
-    edits_in_vain = False  # parameters are changed in summon_full_params without writeback, too
+    edits_in_vain = False  # also change parameters in summon_full_params without writeback
 
     program: Program | None = None
-    data_of_rank: int = 0  # each rank has data of its own where this is its rank
-    graphs: list[tuple[Tensor, bool]] = field(default_factory=list)  # (loss, whether it is of the root)
-    forgotten: list[Any] = field(default_factory=list)  # graphs that are alive, and may not be used
+    data_of_rank: int = 0  # rank whose data is used: the own rank, or 0 on all ranks for equal data
+    graphs: list[tuple[Tensor, bool]] = field(default_factory=list)  # (loss, True if it is of the root)
+    forgotten: list[Any] = field(default_factory=list)  # graphs that are alive but must not be used
     graded: bool = False  # true if there are gradients
     local: bool = False  # true if no_sync kept some of them local
-    local_alone: bool = False  # true if no others were reduced
+    local_alone: bool = False  # true if all gradients are local
     kept: bool = False  # true if the last backward may have left parameters unsharded for the next forward
     ran: bool = False  # true if the root has run
-    viewed: bool = False  # true if modules may show views, for a backward
-    wrote: str | None = None  # written to since: "shown" or "held" parameters
+    viewed: bool = False  # true if modules may hold views for a backward
+    wrote: str | None = None  # parameters written to while modules hold views: "shown" or "held"
     frozen_later: bool = False  # true if an action has frozen or unfrozen parameters
     own: dict[tuple[int, bool], list[nn.Parameter]] = field(
         default_factory=dict
-    )  # by (block, inner layer alone)
+    )  # by (block, True for its inner layer only)
     saved: Any = None
     saved_optimizer: Any = None
     draws: int = 0
@@ -327,7 +331,7 @@ class Side(Run):
             raise Illegal  # [Note: Restrictions beside the plain module]
 
     def held(self) -> list[nn.Parameter]:
-        """The parameters as the optimizer has them, whatever modules show."""
+        """Return the optimizer's parameters, also while modules hold views."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def batch(self, *shape: int) -> Tensor:  # type: ignore[override]
@@ -539,13 +543,13 @@ class Side(Run):
 
     def do_save(self, kind: str) -> Any:
         if kind == "LOCAL" and self.program.offload:
-            raise Illegal  # torch cannot clone a ShardedTensor of pinned memory
+            raise Illegal  # torch cannot clone a ShardedTensor in pinned memory
         if self.plain:
             self.saved = {name: value.clone() for name, value in self.model.state_dict().items()}
             return {}
         with self.fsdp.state_dict_type(self.model, StateDictType[f"{kind}_STATE_DICT"]):
             state = self.model.state_dict()
-        if kind == "LOCAL":  # its values are views of the shards
+        if kind == "LOCAL":  # the values are views of the shards
             state = type(state)((name, value.clone()) for name, value in state.items())
         self.saved = kind, state
         return {} if kind == "LOCAL" else {"saved " + name: value for name, value in state.items()}
@@ -600,14 +604,16 @@ class Side(Run):
             self.load_optimizer_state(*self.saved_optimizer)
 
     def do_move(self, way: str, one_unit: bool) -> None:
-        """Go on with a new model of other units and original parameters, which takes the state of this one."""
+        """Continue with a new model of different units and use_orig_params, which loads the state of this
+        one.
+        """
         self.needs_reduced()
         if self.frozen_later:
             raise Illegal
         blocks = self.program.blocks
         whole = {plan.strategy == "NO_SHARD" for plan in blocks} | {self.point.strategy == "NO_SHARD"}
         if one_unit and way == "SHARDED" and len(whole) > 1:
-            raise Illegal  # sharded state dicts have whole tensors of units that are not sharded
+            raise Illegal  # sharded state dicts hold unsharded tensors for NO_SHARD units
         if one_unit:
             blocks = tuple(replace(plan, plan="none", strategy=self.point.strategy) for plan in blocks)
         point = replace(self.point, use_orig_params=True)

@@ -1,4 +1,4 @@
-"""The scenarios of the parity grid: how the model is wrapped and what happens in one optimizer step."""
+"""Scenarios of the parity grid: wrapping, and the actions of one optimizer step."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def net(run: Run, **options: Any) -> Net:
 
 
 def per_block(**options: Any) -> Callable[[Run], nn.Module]:
-    """A Net with one unit per block and one for the rest."""
+    """Return a builder of a Net with one unit per block and the root."""
     return lambda run: run.wrap(net(run, **options), auto_wrap_policy=PER_BLOCK)
 
 
 def with_arguments(**changes: Any) -> Callable[[Run], nn.Module]:
-    """The same with other constructor arguments, those of the policy included."""
+    """Return a builder of such a Net with different constructor arguments, the policy included."""
     return lambda run: run.wrap(net(run), **({"auto_wrap_policy": PER_BLOCK} | changes))
 
 
@@ -45,7 +45,7 @@ def frozen_block(run: Run) -> nn.Module:
 
 
 def frozen_first_units(run: Run) -> nn.Module:
-    """Everything before the last block is frozen, so that no gradient reaches the first units."""
+    """Freeze everything before the last block, so that no gradient reaches the first units."""
     model = net(run)
     model.inp = run.wrap(model.inp.requires_grad_(False))
     for index, block in enumerate(model.blocks):
@@ -79,7 +79,7 @@ def checkpoint_wrapper_around(run: Run) -> nn.Module:
 
 
 def mixed_strategies(run: Run) -> nn.Module:
-    """A CustomPolicy that gives some units arguments of their own."""
+    """Wrap by a CustomPolicy that passes arguments to some units."""
 
     def choose(module: nn.Module) -> bool | dict[str, Any]:
         if isinstance(module, Block):
@@ -90,8 +90,7 @@ def mixed_strategies(run: Run) -> nn.Module:
 
 
 def ignored_parameters(run: Run) -> nn.Module:
-    """An ignored module stays a plain one: its gradients are local, so it is frozen to keep the ranks
-    equal."""
+    """Ignore a module. Its gradients are not reduced, so it is frozen to keep the ranks equal."""
     model = net(run)
     model.blocks[1].requires_grad_(False)
     return run.wrap(model, auto_wrap_policy=PER_BLOCK, ignored_modules=[model.blocks[1]])
@@ -120,7 +119,7 @@ def accumulate_step(run: Run) -> None:
 
 
 def no_sync_after_sync_step(run: Run) -> None:
-    """A synced backward, a local one on top of it, and a synced one that reduces both."""
+    """Run a synced backward, a local one on top of it, and a synced one that reduces both."""
     run.forward_backward(0)
     with run.model.no_sync():
         run.forward_backward(1)
@@ -129,13 +128,13 @@ def no_sync_after_sync_step(run: Run) -> None:
 
 
 def unused_block_step(run: Run) -> None:
-    """One block sits out in each step, in the third step none does."""
+    """Leave out a different block in each step, and none in the third step."""
     run.model.module.skip = frozenset({run.step % 4} if run.step % 4 < 3 else ())
     plain_step(run)
 
 
 def fed_back_step(run: Run) -> None:
-    """The output goes in again: every unit runs twice in one graph."""
+    """Feed the output back into the model: every unit runs twice in one graph."""
     output = run.model(run.model(run.batch()))
     loss = run.loss(output)
     run.record("loss", loss)
@@ -190,7 +189,7 @@ def input_gradient_step(run: Run) -> None:
 
 
 def hooked_output_step(run: Run) -> None:
-    """The user's own hooks see activations and their gradients."""
+    """Record activations and their gradients seen by user hooks."""
     seen: list[Tensor] = []
     output = run.model(run.batch())
     output.register_hook(seen.append)

@@ -1,5 +1,6 @@
-"""A backward inside the forward of the root: bitwise as torch through inner units, refused through the root
-itself."""
+"""A backward inside the forward of the root: bitwise equal to torch through inner units, refused through the
+root itself.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.training import batch, wrap
 
 
 class Inside(nn.Module):
-    """Two units and parameters of the root's own; ``step`` is what its forward does with them."""
+    """Two units, and parameters of the root. ``step`` is the body of its forward."""
 
     def __init__(
         self, wrap: Callable[[nn.Module], nn.Module], step: Callable[[Inside, Tensor], Tensor]
@@ -45,7 +46,7 @@ def unit_used_again(model: Inside, x: Tensor) -> Tensor:
 
 
 def gradient_of_the_input(model: Inside, x: Tensor) -> Tensor:
-    """As models of energies do that return forces."""
+    """Run a backward inside the forward, as models of energies do to return forces."""
     x = x.detach().requires_grad_()
     (force,) = torch.autograd.grad(model.first(x).square().sum(), x)
     return model.second(model.own(model.before(x) + force))
@@ -76,7 +77,7 @@ def build(which: str, step: Callable[[Inside, Tensor], Tensor], **arguments: Any
 def trained(
     which: str, rank: int, step: Callable[[Inside, Tensor], Tensor], **arguments: Any
 ) -> list[Tensor | None]:
-    """Outputs, gradients and parameters of three steps."""
+    """Return outputs, gradients and parameters of three steps."""
     model = build(which, step, **arguments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found: list[Tensor | None] = []
@@ -101,7 +102,7 @@ def test_training_with_a_backward_inside_the_forward_equals_torchs(
         pytest.skip("torch no longer lists the parameters of such a unit; see the next test")
     arguments = {"strategy": strategy, "use_orig_params": use_orig_params}
     expected = trained("torch", rank, STEPS[name], **arguments)
-    races.forget()  # torch adds the second gradient to what its reduction still reads
+    races.forget()  # torch adds the second gradient to memory that its reduction still reads
     found = trained("fsdp_c", rank, STEPS[name], **arguments)
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
@@ -120,7 +121,9 @@ def test_parameters_of_a_unit_are_listed_after_such_a_backward(rank: int) -> Non
 
 @on_ranks(2)
 def test_units_after_the_backward_inside_are_freed_and_prefetched_as_before(rank: int) -> None:
-    """Without a backward of the whole nothing that was gathered for the one inside goes stale."""
+    """Without a backward of the whole model, the parameters unsharded for the inner backward must not become
+    stale.
+    """
     model = build("fsdp_c", gradient_of_the_input)
     for _ in range(2):
         before = model(batch(rank, 0)).detach()

@@ -1,8 +1,7 @@
-"""Where fsdp_c differs from torch's FSDP1 on purpose: torch's result and ours, for most rows of
-the tables of docs/migrating.md.
+"""Deliberate differences from torch's FSDP1: the results of torch and of fsdp_c for most rows of the tables
+in docs/migrating.md.
 
-Where torch kills the process, the docstring says so and only
-our result is tested.
+If torch kills the process, the docstring says so and only the result of fsdp_c is tested.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from tests.training import PER_BLOCK, batch, plain, sharded, wrap
 
 BOTH = ("torch", "fsdp_c")
 NO_ACCELERATOR = (
-    "Cannot access accelerator device|Found no NVIDIA driver"  # torch built for the CPU, or for CUDA
+    "Cannot access accelerator device|Found no NVIDIA driver"  # a CPU build or a CUDA build of torch
 )
 
 
@@ -50,7 +49,7 @@ def full_gradients(model: Any) -> list[Tensor]:
 def plain_gradients(
     world_size: int, forwards: Callable[[nn.Module, int], Tensor], **options: Any
 ) -> list[Tensor]:
-    """The gradients of the unsharded model, averaged over the batches of all ranks."""
+    """Return the gradients of the unsharded model, averaged over the batches of all ranks."""
     model = plain(**options)
     sum(forwards(model, rank) / world_size for rank in range(world_size)).backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -450,10 +449,10 @@ def test_hybrid_shard_over_one_rank_reduces_over_its_replicas(rank: int) -> None
 
 @on_ranks(2)
 def test_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients() -> None:
-    """Torch writes the reduced inf norm into a zero that it keeps, and counts it in the next norm."""
+    """torch writes the reduced inf norm into a zero that it keeps, and includes it in the next norm."""
     norms = {}
     for which in BOTH:
-        model = wrap(nn.Linear(1, 1, bias=False), which)  # rank 1 holds none of its one element
+        model = wrap(nn.Linear(1, 1, bias=False), which)  # rank 1 has none of the single element
         model(torch.full((1, 1), 3.0)).sum().backward()
         norms[which] = [
             model.clip_grad_norm_(100.0, float("inf")).item(),
@@ -465,8 +464,9 @@ def test_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients() -> None:
 @both_views
 @on_ranks(2)
 def test_offloaded_gradients_accumulate_outside_no_sync(rank: int, use_orig_params: bool) -> None:
-    """Torch has no CPU offload on a CPU, so the expected sum is that of its training without
-    offload."""
+    """torch does not support CPU offload on a CPU, so the expected sum is that of its training without
+    offload.
+    """
     with pytest.raises(RuntimeError, match=NO_ACCELERATOR):
         model = sharded("torch", cpu_offload=CPUOffload(offload_params=True), use_orig_params=use_orig_params)
         model(batch(rank)).sum().backward()
@@ -486,7 +486,7 @@ def test_offloaded_gradients_accumulate_outside_no_sync(rank: int, use_orig_para
 
 @on_ranks(2)
 def test_full_state_dict_offloaded_on_a_cpu_is_returned_alive() -> None:
-    """Torch frees the storage that it returns and dies with SIGSEGV."""
+    """torch frees the storage that it returns and crashes with SIGSEGV."""
     model = sharded("fsdp_c")
     config = FullStateDictConfig(offload_to_cpu=True)
     with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
@@ -497,7 +497,7 @@ def test_full_state_dict_offloaded_on_a_cpu_is_returned_alive() -> None:
 
 @on_ranks(2)
 def test_summon_offloaded_on_a_cpu_works(rank: int) -> None:
-    """Torch dies with SIGSEGV."""
+    """torch crashes with SIGSEGV."""
     model = sharded("fsdp_c")
     with type(model).summon_full_params(model, offload_to_cpu=True, rank0_only=True, writeback=False):
         if rank == 0:
@@ -581,7 +581,7 @@ def test_a_query_on_an_inner_unit_decides_nothing(rank: int, query: str) -> None
 
 
 class DictOutput(dict):
-    """A dict with a name."""
+    """A subclass of dict."""
 
 
 @pytest.mark.parametrize(
@@ -618,7 +618,7 @@ def test_a_packed_sequence_is_cast() -> None:
 
 
 class FrozenStart(nn.Module):
-    """Frozen embeddings in the unit of a trained head, and between them a layer in a reentrant checkpoint."""
+    """Frozen embeddings in the unit of a trained head, with a layer in a reentrant checkpoint between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -641,8 +641,9 @@ def total_norm(gradients: list[Tensor | None]) -> float:
 
 @on_ranks(2)
 def test_gradients_of_frozen_parameters_do_not_count(rank: int) -> None:
-    """In torch the views of frozen parameters require grad too; under no_sync their gradients stay, and are
-    clipped."""
+    """In torch the views of frozen parameters also require grad. Under no_sync their gradients stay and are
+    clipped.
+    """
     trained, frozen = {}, {}
     for which in BOTH:
         model = wrap(
@@ -699,7 +700,7 @@ def whole_optim_state(
 
 @on_ranks(2)
 def test_offloaded_optimizer_state_is_what_it_is(rank: int) -> None:
-    """On a CPU device torch's exp_avg is its exp_avg_sq, without a word."""
+    """On a CPU torch's exp_avg silently equals its exp_avg_sq."""
     for which in BOTH:
         model, optimizer = adam_trained(which, rank)
         offloaded, live = (whole_optim_state(model, optimizer, offload) for offload in (True, False))
@@ -723,7 +724,7 @@ def test_local_state_dict_with_original_parameters_loads() -> None:
 
 @on_ranks(2)
 def test_each_parameter_has_a_step_of_its_own(rank: int) -> None:
-    """Loaded with original parameters, a step that is shared is counted once per parameter."""
+    """After a load with use_orig_params torch increments a shared step once per parameter."""
     steps = {}
     for which in BOTH:
         state = whole_optim_state(*adam_trained(which, rank, use_orig_params=False), offload=False)
@@ -753,8 +754,9 @@ def optimizer_groups(model: Any) -> list[dict[str, Any]]:
 @both_views
 @on_ranks(2)
 def test_names_of_tied_parameters_come_in_the_order_of_the_plain_model(use_orig_params: bool) -> None:
-    """In torch a tied name stands after its module's other parameters; so it does here without original
-    parameters."""
+    """In torch a tied name follows the other parameters of its module; in fsdp_c only without
+    use_orig_params.
+    """
     names = {
         which: list(sharded(which, net={"tied_head": True}, use_orig_params=use_orig_params).state_dict())
         for which in BOTH
@@ -781,8 +783,9 @@ def test_a_parameter_of_two_units_is_refused_by_name(rank: int) -> None:
 
 @on_ranks(2)
 def test_gradients_missing_on_one_rank_are_zeros_of_their_own_dtype(rank: int) -> None:
-    """Torch gathers float32 zeros among float64 gradients, and the process dies in the collective
-    (SIGABRT)."""
+    """torch all-gathers float32 zeros among float64 gradients, and the process dies in the collective
+    (SIGABRT).
+    """
     model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double(), "fsdp_c")
     model(batch(rank).double()).sum().backward()
     own = {name: parameter.grad is not None for name, parameter in model.named_parameters()}
@@ -806,7 +809,7 @@ def test_data_put_where_the_rank_holds_nothing_is_refused(rank: int) -> None:
                 parameter.data = torch.full((4,), 100.0)
         with torch.no_grad():
             outputs[which] = gradients_or_error(lambda model=model: [model(batch(rank))])
-    assert outputs["torch"][0].abs().max() < 50  # lost
+    assert outputs["torch"][0].abs().max() < 50  # torch has lost the values
     assert (
         f"rank {rank}" in outputs["fsdp_c"]
         and "summon_full_params(module, writeback=True)" in outputs["fsdp_c"]
@@ -847,7 +850,7 @@ def test_a_model_is_frozen_between_forward_and_backward(rank: int) -> None:
 def test_a_module_within_a_unit_shows_views_which_its_zero_grad_does_not_see_past(
     rank: int, which: str
 ) -> None:
-    """The remedy: the unit's own, or the optimizer's parameters."""
+    """Remedy: call zero_grad() of the unit or of the optimizer."""
     model = sharded(which, strategy="SHARD_GRAD_OP")
     parameters = list(model.parameters())
     model(batch(rank)).sum().backward()
@@ -866,7 +869,7 @@ def test_a_module_within_a_unit_shows_views_which_its_zero_grad_does_not_see_pas
 
 
 class PartlyCheckpointed(nn.Module):
-    """Its backward reads no parameter after the checkpointed layer, so that torch trains it."""
+    """Its backward reads no parameter after the checkpointed layer, so that torch can train it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -883,8 +886,9 @@ class PartlyCheckpointed(nn.Module):
 def test_a_checkpointed_part_is_reduced_with_the_rest(
     rank: int, strategy: str, use_orig_params: bool
 ) -> None:
-    """Torch reduces the gradients of the part with those that no_sync has left, and the rest apart: another
-    order of additions."""
+    """torch reduces the gradients of the part together with those left by no_sync, and the rest separately:
+    the order of additions differs.
+    """
 
     def gradients(which: str, checkpointed: bool) -> Tensor:
         torch.manual_seed(5)
@@ -897,7 +901,7 @@ def test_a_checkpointed_part_is_reduced_with_the_rest(
 
     without = gradients("torch", False)
     theirs = gradients("torch", True)
-    races.forget()  # under NO_SHARD it adds the rest while the part is reduced on another stream
+    races.forget()  # under NO_SHARD torch adds the rest while the part is reduced on another stream
     assert not torch.equal(theirs, without)
     torch.testing.assert_close(theirs, without)
     assert torch.equal(gradients("fsdp_c", True), without)
@@ -908,7 +912,7 @@ def test_a_checkpointed_part_is_reduced_with_the_rest(
 def test_a_reentrant_checkpoint_within_one_around_all_of_a_unit_raises_in_both(
     rank: int, world_size: int, which: str
 ) -> None:
-    """The remedy is another kind of checkpoint."""
+    """Remedy: a non-reentrant checkpoint."""
 
     class Nested(nn.Module):
         def __init__(self, use_reentrant: bool) -> None:
@@ -948,7 +952,7 @@ def test_gradients_of_transposed_parameters_lie_as_those_do(rank: int) -> None:
 @both_views
 @on_ranks(2)
 def test_compiled_blocks_are_the_units_that_a_policy_chooses(rank: int, use_orig_params: bool) -> None:
-    """Torch's units take the place of the modules inside, which the compiled ones call all the same."""
+    """torch's units replace the inner modules, but compiled modules still call the original ones."""
 
     def gradients(which: str, compiles: bool) -> list[Tensor]:
         torch._dynamo.reset()
@@ -1026,7 +1030,7 @@ def test_averaged_weights_are_taken_out_again(rank: int, use_orig_params: bool) 
 
 
 class Shared(nn.Module):
-    """One of two modules around one unit."""
+    """One of two modules that contain the same unit."""
 
     def __init__(self, inner: nn.Module, seed: int) -> None:
         super().__init__()
@@ -1055,7 +1059,7 @@ def shared(wrapped: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
 @both_views
 @on_ranks(2)
 def test_a_unit_in_two_roots_trains_with_one_root_at_a_time(rank: int, use_orig_params: bool) -> None:
-    """With forwards of both before a backward torch trains under SHARD_GRAD_OP alone."""
+    """With forwards of both roots before a backward, torch trains under SHARD_GRAD_OP only."""
 
     def wrapped(which: str) -> tuple[Any, Any]:
         return shared(lambda module: wrap(module, which, use_orig_params=use_orig_params))
@@ -1101,7 +1105,7 @@ def test_a_unit_in_two_roots_trains_with_one_root_at_a_time(rank: int, use_orig_
 
 @on_ranks(2)
 def test_compiled_autograd_is_refused_in_words(rank: int) -> None:
-    """Torch trains on with wrong gradients, without a word; larger models end in an error of Dynamo's."""
+    """torch silently continues with wrong gradients; larger models fail with an error of Dynamo."""
 
     def two_layers(which: str | None) -> Any:
         torch.manual_seed(3)

@@ -1,8 +1,8 @@
-"""FSDP_USE_FULL_PREC_IN_EVAL=1: under mixed precision a unit in eval mode gathers and computes in full
+"""FSDP_USE_FULL_PREC_IN_EVAL=1: with mixed precision a unit in eval mode all-gathers and computes in full
 precision.
 
-Bitwise against torch where torch is right, and against the plain model where torch
-computes with a copy that it gathered before the optimizer's step.
+Results must be bitwise torch's where torch is right, and the plain model's where torch computes with a copy
+unsharded before the optimizer's step.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def full_precision_in_eval() -> Iterator[None]:
 
 
 def interleaved_step(run: Run) -> None:
-    """Evaluate, differentiate in eval mode, train on top of those gradients.
+    """Evaluate, run a backward in eval mode, and train on top of those gradients.
 
-    The backward comes before the optimizer's step, and frees what torch would otherwise keep gathered beyond
-    it.
+    The backward precedes the optimizer's step and frees the parameters that torch would otherwise keep
+    unsharded beyond it.
     """
     run.model.eval()
     with torch.no_grad():
@@ -50,8 +50,9 @@ def interleaved_step(run: Run) -> None:
 
 
 def one_block_in_eval_step(run: Run) -> None:
-    """Modes differ inside the tree, and so do the precisions of neighbours. The root gets full-precision
-    input."""
+    """Put one block in eval mode, so that neighbouring units have different precisions. The root gets
+    full-precision input.
+    """
     run.model.train()
     run.model.blocks[1].eval()
     loss = run.loss(run.model(run.batch().float()))
@@ -91,7 +92,7 @@ def test_training_with_evaluation_between_equals_torch(rank: int, world_size: in
 
 
 class DtypeProbe(nn.Module):
-    """Returns its input and remembers the dtype."""
+    """Returns its input and stores its dtype."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = x.dtype
@@ -100,7 +101,7 @@ class DtypeProbe(nn.Module):
 
 @on_ranks(2)
 def test_unit_without_parameters_does_not_cast_its_inputs() -> None:
-    """As in torch: a cast makes inputs fit the parameters."""
+    """A cast makes inputs match the parameters, so without parameters there is none, as in torch."""
     casting = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
     seen = {}
     for which in ("torch", "fsdp_c"):
@@ -127,7 +128,7 @@ def full_copy(model: nn.Module) -> Net:
 def test_evaluation_equals_the_plain_model_after_every_step(
     rank: int, strategy: str, use_orig_params: bool
 ) -> None:
-    """Outputs in fp32, of the parameters as they are now, and nothing stays gathered."""
+    """Outputs are in fp32 and use the current parameters, and nothing stays unsharded."""
     with full_precision_in_eval():
         model = sharded("fsdp_c", strategy, use_orig_params=use_orig_params, mixed_precision=BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -149,7 +150,7 @@ def test_evaluation_equals_the_plain_model_after_every_step(
 @both_views
 @on_ranks(2)
 def test_backward_is_in_the_precision_of_its_forward(rank: int, strategy: str, use_orig_params: bool) -> None:
-    """An evaluation between a forward and its backward changes nothing; nor does a summon in eval mode."""
+    """An evaluation or a summon in eval mode between a forward and its backward changes nothing."""
     x = batch(rank)
     found = []
     for evaluate in (False, True):
@@ -173,8 +174,9 @@ def test_backward_is_in_the_precision_of_its_forward(rank: int, strategy: str, u
 @both_views
 @on_ranks(2)
 def test_gradients_of_both_precisions_accumulate_in_no_sync(rank: int, use_orig_params: bool) -> None:
-    """Gradients kept whole by a training forward in bf16 meet those of an evaluation in fp32, in either
-    order."""
+    """Unsharded gradients of a training forward in bf16 accumulate with those of an evaluation in fp32, in
+    either order.
+    """
     x = batch(rank)
     for modes in ((True, False), (False, True)):
         found = []
@@ -195,7 +197,7 @@ def test_gradients_of_both_precisions_accumulate_in_no_sync(rank: int, use_orig_
 @both_views
 @on_ranks(2)
 def test_buffers_registered_after_wrapping_get_their_own_dtype_back(rank: int, use_orig_params: bool) -> None:
-    """Torch raises where it has not counted them."""
+    """torch raises for buffers that were registered after wrapping."""
     with full_precision_in_eval():
         model = sharded("fsdp_c", use_orig_params=use_orig_params, mixed_precision=BF16)
     late = torch.tensor([1 / 3])

@@ -1,4 +1,4 @@
-"""What of a caller's containers a wrapped module can change: as with the installed torch's FSDP1."""
+"""Changes to a caller's containers by a wrapped module are visible as with the installed torch's FSDP1."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRECISIONS = {"fp32": None, "bf16": fsdp_c.MixedPrecision(torch.bfloat16)}
 
 
 class Greedy(nn.Module):
-    """Takes labels out of its batch, and leaves things in lists."""
+    """Removes labels from its batch, and appends to lists."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,10 +1,9 @@
-"""fsdp_c equals torch's FSDP1 bitwise: losses, parameters, buffers, gradients after every backward, full
+"""fsdp_c bitwise equals torch's FSDP1: losses, parameters, buffers, gradients after every backward, and full
 state dicts.
 
-One test per point of the grid; its id is scenario, strategy, orig or flat (use_orig_params), precision,
-optimizer. Both implementations run in the same body on the same two ranks, so ``-k`` picks points and a
-failure names one. Points at which torch itself raises are listed in REFUSALS, and a test shows that it still
-does.
+Each point of the grid is a test. Its id consists of scenario, strategy, orig or flat (use_orig_params),
+precision and optimizer. Both implementations run in the same body on the same two ranks, so ``-k`` selects
+points. Points at which torch itself raises are listed in REFUSALS, and a test checks that torch still raises.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tests.ranks import STRATEGIES, all_strategies, both_views, on_ranks
 
 @dataclass(frozen=True)
 class Refusal:
-    """Points at which torch raises; ``message`` matches what it says."""
+    """Points at which torch raises. ``message`` matches torch's error."""
 
     where: Callable[[Point], bool]
     message: str
@@ -37,7 +36,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda point: point.scenario.startswith("checkpoint_around") and point.precision == "cast_inputs",
-        "mixed dtype|must have the same dtype",  # of the CPU, of a GPU
+        "mixed dtype|must have the same dtype",  # on the CPU, on a GPU
         "the recomputation of a checkpointed unit does not cast its inputs again",
     ),
     Refusal(
@@ -49,9 +48,9 @@ REFUSALS = (
 
 
 def torch_loses_gradients(point: Point) -> bool:
-    """After a forward without backward, torch's post-backward hook stands on a node that the next forward
-    does not use when parameters are cast: gradients are neither reduced nor handed over. Shown and answered
-    by the last two tests.
+    """Return True for points at which torch loses gradients. After a forward without backward, torch's
+    post-backward hook is on a node that the next forward does not use if parameters are cast: gradients are
+    neither reduced nor exposed. The last two tests show this and the result of fsdp_c.
     """
     return point.scenario == "forward_without_backward" and point.precision == "bf16_reduce_fp32"
 
@@ -61,7 +60,7 @@ def refusal(point: Point) -> Refusal | None:
 
 
 def grid() -> Iterable[Point]:
-    """All points, each optimizer with about half of them; plain training gets both."""
+    """Yield all points. Each optimizer gets about half of them; plain training gets both."""
     wanted = [*product(CORE, STRATEGIES, (True, False), PRECISIONS)]
     wanted += product(WIDE, STRATEGIES, (True, False), ("fp32",))
     wanted += product(WIDE, STRATEGIES[:1], (True, False), ("bf16_reduce_fp32",))

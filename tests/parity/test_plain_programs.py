@@ -1,5 +1,4 @@
-"""Random training loops give what the plain module gives; tests/parity/plain_programs.py says how to run
-more."""
+"""Random training loops match the plain module. See tests/parity/plain_programs.py to run more of them."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def test_random_training_loops_of_four_ranks_equal_the_plain_module(rank: int, w
 
 @on_ranks(2)
 def test_a_gradient_that_is_not_averaged_is_found(rank: int, world_size: int) -> None:
-    """A planted difference: the sharded model's learning rate, as it would look after one step."""
+    """Doubling the sharded model's learning rate looks like a missing average after one step."""
     right = Side.do_step
 
     def wrong(side: Side) -> None:

@@ -1,15 +1,15 @@
-"""Random programs give bitwise the same losses, gradients, parameters and state dicts with torch's FSDP1 and
+"""Random programs give bitwise equal losses, gradients, parameters and state dicts with torch's FSDP1 and
 fsdp_c.
 
-``FSDP_C_RANDOM_PROGRAMS=500`` runs that many programs instead of 60. A failure prints the seed and the
-program: ``FSDP_C_RANDOM_SEED=17`` runs that one alone, and ``FSDP_C_RANDOM_KEEP=1,2,5`` only these operations
-of it, which is how to look for a smaller program that fails.
+``FSDP_C_RANDOM_PROGRAMS=500`` runs 500 programs instead of 60. A failure prints the seed and the program.
+``FSDP_C_RANDOM_SEED=17`` runs one seed only, and ``FSDP_C_RANDOM_KEEP=1,2,5`` only these operations of it, to
+reduce a failing program.
 
 [Note: Programs that the generator leaves out]
-Where upstream is known to be wrong there is nothing to compare with; test_differences.py and test_parity.py
-show these cases. The generator leaves out
-- changes of parameters while upstream may still hold gathered ones (after a no_grad forward, a backward in
-  no_sync): it would compute with the old values. A synced backward through all units comes first, which frees
+Where upstream is known to be wrong there is no reference; test_differences.py and test_parity.py cover these
+cases. The generator leaves out
+- changes of parameters while upstream may still hold unsharded ones (after a no_grad forward, a backward in
+  no_sync): it would compute with the old values. A synced backward through all units comes first and frees
   everything;
 - local gradients (no_sync) that are dropped, clipped, saved or stepped on: upstream keeps them in several
   places until the next synced backward;
@@ -18,24 +18,24 @@ show these cases. The generator leaves out
 - keep_low_precision_grads: upstream fails to assign such gradients with use_orig_params;
 - two forwards before one backward through a reentrant checkpoint: upstream reads freed storage;
 - reentrant checkpoints around a part of a unit: upstream reduces and frees the unit after the first part;
-- channels-last weights with use_orig_params where nothing is sharded: upstream shows their gradients with the
-  elements in another order;
+- channels-last weights with use_orig_params under NO_SHARD: upstream exposes their gradients with the
+  elements in a different order;
 - backwards in no_sync with frozen parameters in a trained unit, with use_orig_params: upstream gives them
   gradients;
-- a synced backward that leaves out a unit with local gradients: upstream keeps them, unreduced, for the
+- a synced backward that leaves out a unit with local gradients: upstream leaves them unreduced for the
   optimizer;
-- a forward that leaves out a unit that was prefetched, with use_orig_params where nothing is sharded: upstream
-  does not put the parameters back;
-- tied weights cast in no_sync, with use_orig_params where nothing is sharded: upstream assigns a gradient of
-  another dtype and raises;
-- gradients of frozen parameters inside summon_full_params: upstream shows zeros, fsdp_c None;
+- a forward that leaves out a prefetched unit, with use_orig_params under NO_SHARD: upstream does not restore
+  the parameters;
+- tied weights cast in no_sync, with use_orig_params under NO_SHARD: upstream assigns a gradient of a
+  different dtype and raises;
+- gradients of frozen parameters inside summon_full_params: upstream returns zeros, fsdp_c None;
 - the order of names in a state dict with tied weights: upstream moves the shared one behind the others of its
   module;
 - sharded state dicts of channels-last weights: upstream refuses to make them;
-- offloading on a CPU: upstream frees what it returns;
+- offloading on a CPU: upstream frees the returned tensors;
 - trained and frozen parameters in one unit without use_orig_params, and summoned gradients there: upstream
   refuses;
-- first layers that are frozen: a reentrant checkpoint whose input needs no gradient computes none.
+- frozen first layers: a reentrant checkpoint whose input needs no gradient computes none.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ from tests.simulated_gpu import races
 PROGRAMS = int(os.environ.get("FSDP_C_RANDOM_PROGRAMS", "60"))
 PER_TEST = 15
 SHOWN_DIFFERENCES = 6
-WIDER = WIDTH - 5  # than the usual sizes: units above 1 MiB lie in the pool's arena on a GPU
-LENGTHS = (6, 12)  # operations in a program, before those that the rules above insert
+WIDER = WIDTH - 5  # added to usual sizes; on a GPU, units above 1 MiB are in the pool's arena
+LENGTHS = (6, 12)  # number of operations in a program, before those inserted by the rules above
 LOW_PRECISION = ("bf16_reduce_fp32", "bf16")  # parameters are cast
 KINDS = ("mlp", "norm", "embedding", "conv", "channels_last", "tied", "single")
 PLANS = ("none", "unit", "unit", "nested", "inner")
@@ -119,7 +119,7 @@ def generate(seed: int) -> Program:
 
 
 def _with_checkpoints(rng: random.Random, operations: list[Operation]) -> Iterator[Operation]:
-    """Saves in the background, where parameters and gradients are at rest."""
+    """Insert background saves where parameters and gradients are complete."""
     for one in operations:
         yield one
         if one == operation("train") and rng.random() < 0.25:
@@ -149,8 +149,9 @@ def _block(rng: random.Random, orig: bool, root_strategy: str) -> BlockPlan:
 
 
 class _Sequence:
-    """Draws operations and inserts those that must come before them: [Note: Programs that the generator leaves
-    out]."""
+    """Draws operations and inserts required operations before them: [Note: Programs that the generator leaves
+    out].
+    """
 
     def __init__(self, rng: random.Random, program: Program) -> None:
         blocks, point = program.blocks, program.point
@@ -165,8 +166,8 @@ class _Sequence:
         unsharded = "NO_SHARD" in (point.strategy, *(block.strategy for block in blocks))
         self.unsharded_orig = unsharded and self.orig
         self.drawn: list[Operation] = []
-        self.gathered = False  # upstream may still hold gathered parameters
-        self.local = False  # there are gradients that no_sync kept local
+        self.gathered = False  # true if upstream may still hold unsharded parameters
+        self.local = False  # true if there are gradients that no_sync kept local
         self.gradients = False
         self.saved = False
 
@@ -186,7 +187,7 @@ class _Sequence:
         self.drawn.append(operation(name, **arguments))
 
     def _settle(self, gradients: bool = False) -> None:
-        """A synced backward where parameters or gradients are not at rest, or where gradients are wanted."""
+        """Emit a synced backward if parameters or gradients are not complete, or if gradients are required."""
         if self.gathered or self.local or (gradients and not self.gradients):
             self._train()
 
@@ -201,7 +202,7 @@ class _Sequence:
         self.gradients = True
 
     def _twice(self) -> None:
-        """Two forwards of every unit meet in one backward."""
+        """Emit two forwards of every unit and one backward through both."""
         if self.reentrant:
             return self._train()
         self._emit("forward")
@@ -272,7 +273,7 @@ class _Sequence:
         self._emit("edit", how=how, held=self.rng.random() < 0.5)
 
     def _fail(self) -> None:
-        """A step of fsdp_c that raises is as if it never happened: torch does without it."""
+        """Emit a failing step. With fsdp_c it raises and has no effect; torch skips it."""
         self._settle()
         place, sync = self.rng.choice(("forward", "backward", "backward")), self.rng.random() < 0.7
         self._emit("fail", block=self.rng.randrange(len(self.blocks)), place=place, sync=sync)
@@ -283,7 +284,7 @@ class _Sequence:
 
 
 class ProgramError(Exception):
-    """An operation raised; the message names implementation and operation."""
+    """An operation raised. The message names implementation and operation."""
 
 
 PARAMS_AFTER = ("step", "summon", "load", "edit", "freeze")
@@ -292,11 +293,11 @@ GRADS_AFTER = ("train", "backward", "zero_grad", "clip", "summon")
 
 @dataclass
 class Recorded(Side):
-    """A run whose operations are recorded; the step of its labels counts them."""
+    """A run whose operations are recorded, and numbered as the steps of its labels."""
 
     edits_in_vain = True
 
-    written: Callable[[], None] | None = None  # waits for the save in the background, and checks its files
+    written: Callable[[], None] | None = None  # waits for the background save and checks its files
 
     def start(self, build: Callable[[Run], nn.Module]) -> None:
         super().start(build)
@@ -321,7 +322,7 @@ class Recorded(Side):
             self.record_grads(moment)
 
     def do_checkpoint(self) -> None:
-        """A save of fsdp_c in the background. torch's FSDP1 has the values that it must hold."""
+        """Save in the background with fsdp_c, and record the expected values with torch's FSDP1."""
         self.check_checkpoint()
         label = f"step {self.step} in the checkpoint:"
         if not self.fsdp.__module__.startswith("fsdp_c"):
@@ -368,13 +369,15 @@ class Recorded(Side):
 
 
 def _metadata_text(value: ShardedTensor) -> str:
-    """With gloo beside NCCL torch says of shards on a GPU that they are on the CPU: there it is left out."""
+    """Return the metadata as text. With gloo beside NCCL torch reports the CPU for shards on a GPU, so on
+    GPUs the placement is removed.
+    """
     text = str(value.metadata())
     return text if device().type == "cpu" else re.sub(r"placement=rank:\d+/[\w:]+", "", text)
 
 
 def record_program(program: Program, name: str, rank: int, world_size: int) -> dict[str, Any]:
-    """Run a program and return the record; the full state dict closes it."""
+    """Run a program and return the record. Its last entry is the full state dict."""
     run = Recorded(program.point, implementation(name), rank, world_size, program=program, data_of_rank=rank)
     run.start(lambda started: build(program, started))
     one: Operation | str = ""
@@ -393,7 +396,7 @@ def record_program(program: Program, name: str, rank: int, world_size: int) -> d
 def compare_program(program: Program, rank: int, world_size: int) -> None:
     try:
         expected = record_program(program, "torch", rank, world_size)
-        races.forget()  # edited gradients are taken over by torch on the stream that gathers
+        races.forget()  # torch writes edited gradients back on the unshard stream
         actual = record_program(program, "fsdp_c", rank, world_size)
     except ProgramError as error:
         raise AssertionError(failure_text(program, [str(error)])) from error
@@ -411,7 +414,7 @@ def failure_text(program: Program, found: list[str]) -> str:
 
 
 def _moment(difference: str) -> int:
-    """The number of the operation that a label starts with: ``step 3 ...``."""
+    """Return the number of the operation at the start of a label: ``step 3 ...``."""
     return int(difference.split()[1])
 
 
