@@ -31,7 +31,7 @@ from benchmarks.ranks import shown, status, told_by_ranks
 WAYS = ("foreground", "background", "FSDP2 dcp.save", "FSDP2 async thread", "FSDP2 async process")
 COLUMNS = (
     *("first stall ms", "stall ms", "stall CPU ms", "memcpy CPU ms", "wall s"),
-    *("step ms alone", "step ms meanwhile", "peak +MiB"),
+    *("step ms alone", "step ms during the save", "peak +MiB"),
 )
 TEXT = """\
 Rank 0 of {ranks} on gloo, {mib} MiB of fp32 parameters ({saved:.0f} MiB saved by each rank, with Adam's
@@ -163,15 +163,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--mib", type=int, default=256, help="of parameters, of all ranks together")
-    parser.add_argument("--side", type=int, default=1024, help="of each layer, a square matrix")
+    parser.add_argument("--mib", type=int, default=256, help="MiB of parameters over all ranks")
+    parser.add_argument(
+        "--side", type=int, default=1024, help="rows and columns of each layer's square matrix"
+    )
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=10, help="alone, before the saves")
+    parser.add_argument("--steps", type=int, default=10, help="steps without a save, measured first")
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
-    parser.add_argument("--folder", help="where checkpoints are written (default: that of temporary files)")
+    parser.add_argument("--folder", help="folder for checkpoints (default: that of temporary files)")
     parser.add_argument("--markdown", type=Path, help="write the table here")
-    parser.add_argument("--picture", type=Path, help="draw how long training stands still here")
+    parser.add_argument("--picture", type=Path, help="draw the pauses of training here")
     args = parser.parse_args()
     lines = [f"| | {' | '.join(COLUMNS)} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
     found = {}
@@ -198,7 +200,7 @@ def draw(found: dict[str, tuple[str, ...]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    columns = {"training stands still": "stall ms", "a memcpy, of the processor": "memcpy CPU ms"}
+    columns = {"training pauses": "stall ms", "a memcpy, of the processor": "memcpy CPU ms"}
     rows = {way: dict(zip(COLUMNS, row, strict=True)) for way, row in found.items() if "failed" not in row}
     figure, panel = pyplot.subplots(figsize=(7, 0.6 * len(rows) + 1.2))
     for index, (label, column) in enumerate(columns.items()):

@@ -139,11 +139,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--mib", type=int, default=256, help="of parameters, of all ranks together")
-    parser.add_argument("--side", type=int, default=1024, help="of each layer, a square matrix")
+    parser.add_argument("--mib", type=int, default=256, help="MiB of parameters over all ranks")
+    parser.add_argument(
+        "--side", type=int, default=1024, help="rows and columns of each layer's square matrix"
+    )
     parser.add_argument("--loads", type=int, default=5)
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
-    parser.add_argument("--folder", help="where checkpoints are written (default: that of temporary files)")
+    parser.add_argument("--folder", help="folder for checkpoints (default: that of temporary files)")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     args = parser.parse_args()
     surroundings = (

@@ -204,10 +204,16 @@ def loading(model: str, ranks: int, folder: Path) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.checkpoint_plans", description=__doc__)
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[128, 512, 2048], help="how many; default: 128 512 2048"
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[128, 512, 2048],
+        help="numbers of ranks (default: 128 512 2048)",
     )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], help="which; default: all")
-    parser.add_argument("--markdown", type=Path, help="a file to write the table to")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=[*MODELS], help="models (default: all)"
+    )
+    parser.add_argument("--markdown", type=Path, help="write the table here")
     args = parser.parse_args()
     rows = [HEADINGS, ["---", *["---:"] * (len(HEADINGS) - 1)]]
     print(COUNTED)

@@ -222,7 +222,7 @@ def main() -> None:
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1))
     if any("step_ms" not in one for one in found):
-        raise SystemExit("not all was measured: what failed says why above")
+        raise SystemExit("some rows failed: their errors are above")
 
 
 if __name__ == "__main__":

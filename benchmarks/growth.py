@@ -390,7 +390,9 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--long", action="store_true", help="memory over 20,000 steps, 300 saves, loads and summons"
+        "--long",
+        action="store_true",
+        help="also measure memory growth: 20,000 steps, 300 saves, loads and summons",
     )
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     parser.add_argument("--plot", type=Path)

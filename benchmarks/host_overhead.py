@@ -118,7 +118,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--L", type=int, nargs="+", default=[8], help="blocks")
     parser.add_argument("--P", type=int, nargs="+", default=[2, 12, 48], help="parameters per block, even")
-    parser.add_argument("--world", type=int, nargs="+", default=[8], help="imagined number of ranks")
+    parser.add_argument(
+        "--world", type=int, nargs="+", default=[8], help="number of ranks, of which one is real"
+    )
     parser.add_argument("--strategy", nargs="+", default=["FULL_SHARD"], choices=STRATEGIES)
     parser.add_argument("--orig", type=int, nargs="+", default=[1, 0], choices=(0, 1), help="use_orig_params")
     parser.add_argument(
@@ -134,7 +136,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--steps", type=int, default=30, help="timed steps")
     parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--cpu-path", action="store_true", help="leave torch FSDP1's gather on CPU as it is")
+    parser.add_argument("--cpu-path", action="store_true", help="keep torch FSDP1's all-gather for CPUs")
     parser.add_argument(
         "--instructions",
         type=int,
@@ -155,7 +157,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if any(world < 2 for world in options.world):
         parser.error("--world takes numbers from 2: one rank shards nothing")
     if options.impl == ["torch.fsdp2"] and "NO_SHARD" in options.strategy:
-        parser.error("torch.fsdp2 always shards: --strategy NO_SHARD needs another --impl beside it")
+        parser.error("torch.fsdp2 always shards: --strategy NO_SHARD needs one more --impl")
     return options
 
 

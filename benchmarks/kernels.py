@@ -329,13 +329,13 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--mb", type=float, nargs="+", default=[1, 4, 16, 64], help="sizes, as if all were fp32"
+        "--mb", type=float, nargs="+", default=[1, 4, 16, 64], help="sizes of the tensors in fp32"
     )
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument(
         "--capability", nargs="+", default=[_C.cpu_capabilities()[0]], choices=_C.cpu_capabilities()
     )
-    parser.add_argument("--only", nargs="*", default=[], help="words that the kernel's name has")
+    parser.add_argument("--only", nargs="*", default=[], help="words in the name of the kernel")
     parser.add_argument("--seconds", type=float, default=0.5, help="per kernel and size")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)

@@ -189,7 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="1.3B", choices=["0.4B", "1.3B", "6.7B"])
     parser.add_argument("--world-size", type=int, default=8)
-    parser.add_argument("--markdown", type=Path, help="a file for the table")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
     parser.add_argument("--row", choices=list(ROWS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:

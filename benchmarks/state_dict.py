@@ -191,9 +191,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--units", type=int, default=200)
-    parser.add_argument("--params", type=int, default=12, help="per unit")
+    parser.add_argument("--params", type=int, default=12, help="parameters per unit")
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--gib", type=float, default=0, help="instead, 8 units of so much together")
+    parser.add_argument("--gib", type=float, default=0, help="instead, 8 units of this size in all")
     parser.add_argument("--flat", action="store_true", help="use_orig_params=False")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)

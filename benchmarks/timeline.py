@@ -157,7 +157,7 @@ MORE = [
     {"model": "mixtral-8x7b", "machine": "ib512", "recompute": "full"},
     {"model": "6.7B", "machine": "nvlink8", "adapters": True},
 ]
-LINES_HEAD = "| | bound | FSDP1 | FSDP2 | fsdp_c | / bound | ahead | what holds it up |\n" + 8 * "|---" + "|"
+LINES_HEAD = "| | bound | FSDP1 | FSDP2 | fsdp_c | / bound | ahead | obstacle |\n" + 8 * "|---" + "|"
 
 
 def line(results: list[Result], alone: Result) -> str:
@@ -203,9 +203,9 @@ def most_of(result: Result) -> str:
     name = result.row.implementation
     waits = [f"{us / 1e3:9.3f} ms  {what}, for {why}" for us, what, why in result.stalls]
     parts = [
-        f"what the computing stream of {name} waited for:", *waits, "",
-        f"what {name} has in use at its peak:", *lines_of_blocks(result.at_peak), "",
-        "what is reserved and not in use then, of each segment:", *lines_of_blocks(result.idle),
+        f"waits of the computing stream of {name}:", *waits, "",
+        f"memory in use at the peak of {name}:", *lines_of_blocks(result.at_peak), "",
+        "reserved and unused memory at the peak, by segment:", *lines_of_blocks(result.idle),
     ]  # fmt: skip
     return "\n".join(parts)
 
@@ -234,51 +234,55 @@ def arguments() -> argparse.Namespace:
         "--sequence", type=int, nargs="+", default=[0], help="tokens of one sample (the model's own)"
     )
     parser.add_argument("--batch", type=int, default=1, help="samples per GPU")
-    parser.add_argument("--forward-prefetch", action="store_true", help="of FSDP1 and fsdp_c")
     parser.add_argument(
-        "--ahead", type=int, default=1, metavar="N", help="units that fsdp_c gathers ahead, where it does (1)"
+        "--forward-prefetch", action="store_true", help="prefetch in forward (FSDP1 and fsdp_c)"
     )
+    parser.add_argument("--ahead", type=int, default=1, metavar="N", help="units that fsdp_c prefetches (1)")
     parser.add_argument("--offload", action="store_true", help="CPU offload")
     parser.add_argument(
         "--recompute",
         default="",
         metavar="WHAT",
-        help="activations, in backward: full, operators (all but attention and every other product), "
+        help="recompute activations in backward: full, operators (all but attention and every other product), "
         "or N: of every Nth block",
     )
     parser.add_argument(
-        "--adapters", action="store_true", help="on all linear layers of the blocks; these alone are trained"
+        "--adapters", action="store_true", help="train only adapters on all linear layers of the blocks"
     )
-    parser.add_argument("--clip", action="store_true", help="gradients, by their norm")
+    parser.add_argument("--clip", action="store_true", help="clip gradients by their norm")
     parser.add_argument(
         "--accumulate", type=int, default=1, metavar="N", help="backwards before each step (1)"
     )
-    parser.add_argument("--no-sync", action="store_true", help="reduce in the last of them alone")
-    parser.add_argument("--reduce-in-bf16", action="store_true", help="gradients, not in fp32")
+    parser.add_argument("--no-sync", action="store_true", help="reduce in the last of these backwards only")
+    parser.add_argument("--reduce-in-bf16", action="store_true", help="reduce gradients in bf16, not in fp32")
     parser.add_argument(
         "--keep-last", action="store_true", help="FSDP2 does not reshard the last block after its forward"
     )
     parser.add_argument(
         "--standard",
         action="store_true",
-        help="a fixed choice of rows, one line each, with what holds fsdp_c up",
+        help="a fixed choice of rows, one line each, with the obstacle of fsdp_c",
     )
     parser.add_argument(
         "--published",
         action="store_true",
-        help="steps that others measured, beside the model's (benchmarks/published.py)",
+        help="compare published measurements with the model (benchmarks/published.py)",
     )
-    parser.add_argument("--free-host", action="store_true", help="the host costs nothing")
+    parser.add_argument("--free-host", action="store_true", help="set the host's costs to zero")
     parser.add_argument(
-        "--most", type=int, default=0, metavar="N", help="say the N longest waits, and most memory"
+        "--most",
+        type=int,
+        default=0,
+        metavar="N",
+        help="print the N longest waits and largest blocks of memory",
     )
     parser.add_argument(
-        "--picture", metavar="PNG", help="the streams of the last table's steps; needs matplotlib"
+        "--picture", metavar="PNG", help="draw the streams of the last table's steps; needs matplotlib"
     )
     parser.add_argument(
-        "--trace", metavar="JSON", help="for ui.perfetto.dev: the last step of the last --impl"
+        "--trace", metavar="JSON", help="write the last step of the last --impl for ui.perfetto.dev"
     )
-    parser.add_argument("--markdown", metavar="FILE", help="write the tables there as well")
+    parser.add_argument("--markdown", metavar="FILE", help="also write the tables here")
     return parser.parse_args()
 
 

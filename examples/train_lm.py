@@ -93,11 +93,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--resume",
         metavar="PATH|auto",
-        help="continue from a checkpoint, or from the newest good one in --out if there is one",
+        help="continue from a checkpoint, or from the newest intact one in --out if there is one",
     )
     add("--overwrite", action="store_true", help="replace an earlier run in --out")
 
-    add("--impl", choices=IMPLEMENTATIONS, default="fsdp_c", help="whose FullyShardedDataParallel")
+    add(
+        "--impl", choices=IMPLEMENTATIONS, default="fsdp_c", help="implementation of FullyShardedDataParallel"
+    )
     add(
         "--against",
         choices=IMPLEMENTATIONS,
@@ -113,7 +115,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--layers", type=positive, default=ModelConfig.layers)
     add("--width", type=positive, default=ModelConfig.width)
     add("--heads", type=positive, default=ModelConfig.heads)
-    add("--context", type=positive, default=ModelConfig.context, help="bytes that the model looks back")
+    add("--context", type=positive, default=ModelConfig.context, help="bytes of context for each prediction")
 
     add("--steps", type=positive, default=200, help="optimizer steps")
     add("--batch", type=positive, default=4, help="sequences per rank and micro step")

@@ -40,7 +40,7 @@ def units_left_by_others_unseen() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fsdp_c")
     group.addoption(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where the models of rank tests are"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the models in rank tests"
     )
     group.addoption(
         "--exhaustive", action="store_const", const="1", help="every fault and every wait, not a part of them"

@@ -44,14 +44,14 @@ PYTHON_LAYERS = (  # packages, and modules outside of packages
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")
 STATE_READERS = {  # Python modules that read sharding state, with the reason; none changes it
     "compat.handle_names": "attributes that torch has on a handle",
-    "compat.standins.common_utils": "what torch's helper of this name asserts",
+    "compat.standins.common_utils": "assertion of torch's helper of the same name",
     "fully_sharded_data_parallel": "names and moves inside summon_full_params",
-    "compat._runtime_utils": "what outside code asks and answers in the runtime's place",
-    "sharding.sharded_module": "attributes that torch has on a unit, and whether full parameters are shown",
-    "training.forward_methods": "whether a method is called where parameters are gathered already",
-    "training.grad_clipping": "to refuse clipping amid a step",
-    "training.misuse_checks": "to say which unit keeps parameters sharded",
-    "training.unshard_params": "to refuse state dicts and summon_full_params amid a step",
+    "compat._runtime_utils": "torch's runtime functions, called or replaced by libraries",
+    "sharding.sharded_module": "attributes that torch has on a unit, and checks for full parameters",
+    "training.forward_methods": "to skip the unshard if parameters are unsharded already",
+    "training.grad_clipping": "to refuse clipping inside a step",
+    "training.misuse_checks": "to name the unit that keeps parameters sharded",
+    "training.unshard_params": "to refuse state dicts and summon_full_params inside a step",
 }
 UNREAD_STATE = ("param_state", "needs_unshard")  # read by C only
 TENSOR_FACTORIES = {

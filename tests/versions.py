@@ -134,12 +134,16 @@ def test(spec: str, folder: Path, tree: Path) -> tuple[str, list[str], bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "versions", nargs="*", metavar="TORCH[@PYTHON]", help="as 2.10.0, 2.15.0@3.12, 2.15.0@/path"
+        "versions", nargs="*", metavar="TORCH[@PYTHON]", help="such as 2.10.0, 2.15.0@3.12, 2.15.0@/path"
     )
-    parser.add_argument("--pythons", nargs="*", default=[], help="of versions without an @: all of these")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build/versions", help="of environments")
+    parser.add_argument(
+        "--pythons", nargs="*", default=[], help="versions of Python for each torch without an @"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "build/versions", help="folder for environments"
+    )
     parser.add_argument("--discard", action="store_true", help="remove each environment after its tests")
-    parser.add_argument("--out", type=Path, help="a file for the table")
+    parser.add_argument("--out", type=Path, help="write the table here")
     asked = parser.parse_args()
     folder = asked.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)

@@ -367,11 +367,11 @@ def run_limited(name: str, seed: int, first: int, count: int, seconds: float = 1
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.fuzz.checkpoint", description=__doc__)
-    parser.add_argument("--only", choices=SUBJECTS, help="one kind; default: all, in turn")
-    parser.add_argument("--count", type=int, default=20_000, help="trials, of all kinds together")
-    parser.add_argument("--seconds", type=float, help="as many trials as go into them, not --count")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first trial of each kind")
-    parser.add_argument("--seed", type=int, help="default: 0, with --seconds another each time")
+    parser.add_argument("--only", choices=SUBJECTS, help="kind of trials (default: all kinds, in turn)")
+    parser.add_argument("--count", type=int, default=20_000, help="number of trials over all kinds")
+    parser.add_argument("--seconds", type=float, help="run trials for this time instead of --count")
+    parser.add_argument("--first", type=int, default=0, help="number of the first trial of each kind")
+    parser.add_argument("--seed", type=int, help="default: 0, or with --seconds a fresh one")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     names = [args.only] if args.only else list(SUBJECTS)

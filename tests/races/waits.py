@@ -46,54 +46,51 @@ CHOSEN = [
 ]
 
 SHOWN = (
-    "what is reduced is the sum of no_sync, whose memory .grad shows: it is given back later than that "
-    "of other sums"
+    "the reduced gradients are the sum of no_sync, whose memory .grad exposes: it is freed later than "
+    "that of other sums"
 )
-NOT_WRITTEN = (
-    "a step begins in which nothing was written or given back since the one before, under no_sync for "
-    "instance"
-)
+NOT_WRITTEN = "the step begins without any write or free since the previous one, for instance under no_sync"
 IN_PLACE = (
-    "a gradient that is not sharded is reduced in place: no memory is given back, and the last unit's "
-    "wait would do"
+    "an unsharded gradient is reduced in place: no memory is freed, and the last unit's wait would suffice"
 )
 
 GIVEN_BACK = (
-    "memory of streams that the script computed under may have been used and given back under another one: "
-    "they wait for it at the end of a backward, also where none of theirs was"
+    "memory allocated under one of the script's streams may have been used and freed under another: all "
+    "of them wait for that at the end of a backward, also if none of their memory was"
 )
 FOLLOWED = (
-    "the stream that the script computes under now comes after the one before, whatever is read of what "
-    "that has made"
+    "the script's current stream is ordered after its previous one, whether or not it reads that stream's "
+    "results"
 )
 MADE_BEFORE = (
-    "what is gathered is cast or uploaded on the stream before, which has waited for the same: this wait is "
-    "for shards that are gathered as they are, and for memory"
+    "the input of the all-gather is cast or uploaded on the pre-unshard stream, which has waited for the "
+    "same work: this wait is for shards that are all-gathered without a copy, and for memory"
 )
 UPLOADED = (
-    "uploads begin with the step, as casts of a shard on the device must; the host has waited for what "
-    "it wrote"
+    "uploads begin with the step, as casts of a shard on the device must; the host has waited for the "
+    "values that it wrote"
 )
 
 PACKED = (
-    "gradients are given back to the stream that the script computed under once they are packed, also where "
-    "it takes no memory under it again"
+    "gradients are returned to the script's stream once they are packed, also if no memory is allocated "
+    "under it again"
 )
 LAST = (
-    "what is given back last in a backward is written next by the last reduction's input, which is packed "
-    "after the computation, or in the next step, whose gathers wait for the computation themselves"
+    "the memory freed last in a backward is written next by the last reduction's input, which is packed "
+    "after the computation, or in the next step, whose all-gathers wait for the computation themselves"
 )
 WRITTEN_BACK = (
-    "each unit whose shard was written back waits for that by itself: the wait of the first of them would do"
+    "each unit whose shard was written back waits for the write by itself: the first unit's wait would "
+    "suffice"
 )
 
 STEPPED = (
-    "the gradient that was stepped with goes back to the stream that computes, which takes no such memory "
-    "again before the next of these waits"
+    "the gradient of the optimizer step is returned to the compute stream, which allocates no such memory "
+    "before the next of these waits"
 )
 
 JOINED = (
-    "after an exception computation comes after all work that was enqueued, also after all-gathers whose "
+    "after an exception the computation waits for all enqueued work, also for all-gathers whose "
     "parameters nothing has read"
 )
 
@@ -141,7 +138,7 @@ REASONS: dict[str, dict[Kind, str]] = {
 }
 
 
-LIMITER = "the limiter bounds how much is gathered at a time; streams are in order without it"
+LIMITER = "the rate limiter bounds the parameters unsharded at a time; streams are in order without it"
 
 
 def reasons_of(program: str, waits: Iterable[Wait]) -> dict[Kind, str]:
