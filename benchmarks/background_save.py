@@ -35,11 +35,11 @@ COLUMNS = (
 )
 TEXT = """\
 Rank 0 of {ranks} on gloo, {mib} MiB of fp32 parameters ({saved:.0f} MiB saved by each rank, with Adam's
-state), the least of {saves} saves after the first, and the median in brackets. "stall": until the call returns;
-"CPU": what its thread computes; "memcpy": of as many bytes in 32 pieces, in the same process before each save, into
-memory that is there; "wall": until the checkpoint is there; "peak": of resident memory, over what there was before the
-saves, of the rank and of processes that it started. FSDP2's calls include get_state_dict(), and its async_save has a
-group of gloo of its own.
+state). Cells show the least of {saves} saves after the first, and the median in brackets. "stall": time until the call
+returns; "CPU": CPU time of the calling thread; "memcpy": copy of the same number of bytes in 32 pieces into touched
+memory, in the same process before each save; "wall": time until the checkpoint is complete; "peak": growth of resident
+memory over its value before the saves, for the rank and its child processes. FSDP2's calls include get_state_dict(),
+and its async_save uses a gloo group of its own.
 """
 
 

@@ -28,11 +28,12 @@ from benchmarks.ranks import shown, told_by_ranks
 WAYS = ("load", "load by other ranks", "one thread", "dcp.load of model_state", "FSDP2 dcp.load")
 COLUMNS = ("warm ms", "GB/s", "CPU ms", "dropped ms", "GB/s", "memcpy, checksum ms", "read dropped ms")
 TEXT = """\
-Rank 0 of {ranks} on gloo, {mib} MiB of fp32 parameters ({saved:.0f} MiB loaded by each rank, with Adam's state), the
-least of {loads} loads after the first, and the median in brackets. "warm": the files are in the page cache; "dropped":
-posix_fadvise(DONTNEED) has taken them out of it before; "CPU": of all threads, warm; "memcpy, checksum": of as many
-bytes from memory to memory, by one thread, in blocks of 1 MiB; "read dropped": as many bytes of the rank's files into
-memory, by one thread, without a checksum. FSDP2's calls include get_state_dict() and set_state_dict().
+Rank 0 of {ranks} on gloo, {mib} MiB of fp32 parameters ({saved:.0f} MiB loaded by each rank, with Adam's state). Cells
+show the least of {loads} loads after the first, and the median in brackets. "warm": the files are in the page cache;
+"dropped": posix_fadvise(DONTNEED) has evicted them; "CPU": CPU time of all threads, warm; "memcpy, checksum": the same
+number of bytes from memory to memory, by one thread, in blocks of 1 MiB; "read dropped": the same number of bytes of
+the rank's files into memory, by one thread, without a checksum. FSDP2's calls include get_state_dict() and
+set_state_dict().
 """
 
 

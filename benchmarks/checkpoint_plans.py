@@ -70,11 +70,11 @@ HEADINGS = [
 HEADINGS += ["MB", "rank 0 +MB", "check s", "load ms", "load +MB"]
 DATA = "fsdp_c-data-000000000000"
 COUNTED = """\
-"plan B" is what a rank sends; "local ms" the longest a rank takes to make it, "rank 0 s" what each rank takes to decide
-on all of them, "table s" to put together where everything was written, and what it takes to write `.metadata` and
-`fsdp_c.layout`, with their sizes. "check s" is how long one rank of a load compares both with their checksums; "load"
-is a rank of three quarters as many, from the layout to the list of what it reads; the files of ranks are not looked at.
-Processor time; "+MB" is resident memory over what there was before.
+"plan B": size of the plan that a rank sends; "local ms": longest time of a rank to make its plan; "rank 0 s": time of
+each rank to decide on all plans; "table s": time to merge the results of all writes and to write `.metadata` and
+`fsdp_c.layout`, followed by the sizes of both; "check s": time of one loading rank to compare both files with their
+checksums; "load": time of one rank, of three quarters as many ranks, from the layout to the list of its reads. Files
+with data are not read. Times are processor time; "+MB" is the growth of resident memory.
 """
 
 

@@ -53,7 +53,7 @@ class Running:
 
 
 def rates_of(running: list[Span]) -> list[float]:
-    """Return each span's rate beside the others; 1.0 is the rate of a span alone."""
+    """Return each span's rate when all of them run at once; 1.0 is the rate of a span alone."""
     kept = sum(span.multiprocessors for span in running if span.kind in COMMUNICATION)
     wanted = sum(span.multiprocessors or span.memory for span in running if span.kind == COMPUTE)
     of_kernel = 1.0 / max(1.0, wanted)
@@ -82,7 +82,7 @@ class Replay:
         self.ends: dict[int, float] = {}  # end of each finished span, by serial
         # launched spans and their launch times, by stream
         self.queues: dict[int, deque[tuple[Span, float]]] = defaultdict(deque)
-        self.last_end: dict[int, float] = defaultdict(float)  # by stream
+        self.last_end: dict[int, float] = defaultdict(float)  # end of the last work by stream
         self.running: list[Running] = []
         self.spans: list[Span] = []
 

@@ -38,7 +38,7 @@ def rows(models: list[str], offload: bool) -> list[Row]:
     return [Row(name, model, **options) for model in models for name in (ALONE, *IMPLEMENTATIONS)]
 
 
-# ---- measured: in a process with a GPU
+# ---- measurement, in a process with a GPU
 
 
 def copying_group() -> type:
@@ -156,7 +156,7 @@ def in_own_process(row: Row, gpus: int) -> dict[str, Any]:
     return {"row": vars(row)} | json.loads(done.stdout.splitlines()[-1])
 
 
-# ---- beside the timeline
+# ---- comparison with the timeline
 
 
 def table(measured: list[dict[str, Any]]) -> str:
@@ -188,7 +188,7 @@ def table(measured: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure the steps, or print earlier measurements beside the timeline."""
+    """Measure the steps, or compare earlier measurements with the timeline."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -39,12 +39,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # isort: skip
 from benchmarks.state_dict import FSDP2_OPTIONS, status
 
 COUNTED = """\
-CPU milliseconds of one process at the largest size, the least of {repeats} calls (of one for what happens once: that
-includes what the process does for the first time), with the garbage collector as users have it, on rank 0 of 2 of
-torch's fake process group (`save` and `load`: on one rank). Behind them the exponent: the slope of the logarithm of the
-time over that of the size, 1 where twice as much takes twice as long; left out below {floor} ms. `destroy` has a whole
-garbage collection in it. `bytes each` is resident memory after a step, by size. FSDP2's state dicts are those of
-torch.distributed.checkpoint.state_dict, and its sharded ones cost nothing. Fields of what there is not are empty.
+CPU milliseconds of one process at the largest size: the least of {repeats} calls, or a single call for operations that
+happen once, which includes first-time costs of the process. The garbage collector has its default settings. The process
+is rank 0 of 2 of torch's fake process group (`save` and `load`: of one rank). The exponent behind a time is the slope
+of its logarithm over that of the size: 1 if twice the size takes twice the time. It is omitted below {floor} ms.
+`destroy` includes a full garbage collection. `bytes each` is resident memory after a step, by size. FSDP2's state dicts
+are those of torch.distributed.checkpoint.state_dict; its sharded ones cost nothing. Empty cells do not apply.
 """
 FLOOR_MS = 2.0
 WIDTH = 2

@@ -37,20 +37,19 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 FLOOR_US = 1.0  # lower bound for ratios: measured overheads can be negative
 FLOOR_INSTRUCTIONS = 1000.0
 COUNTED = """\
-What is counted: forward, backward and zeroing of the gradients (and what --extra adds) of a stack of L blocks with P
-parameters each, one unit per block and one for the rest, minus the same step of the plain model, divided by the number
-of units. Layers are tiny, so that the host's work is what is left. Time is CPU time of the thread; all implementations
-live in one process and step in turn, which makes drifts of the machine hit all alike. 'min' and 'med' are over --steps
-steps.
+Measured: forward, backward and zeroing of the gradients (and the additions of --extra) of a stack of L blocks with P
+parameters each, one unit per block and the root, minus the same step of the plain model, divided by the number of
+units. Layers are tiny, so that the host's work dominates. Time is CPU time of the thread. All implementations are in
+one process and step in turn, so that drifts of the machine affect all alike. 'min' and 'med' are over --steps steps.
 
-What is not: the collectives, which pass through torch's dispatch and then do nothing (rank 0 of an imagined --world),
-and on the CPU the streams and the allocation of a GPU. --device cuda has those; of a simulated GPU --instructions
-leaves out what runs in its own libraries, but not what computes in torch's. torch's FSDP1 gathers on CPU into a list of
-world_size chunks and on CUDA into one tensor; the CUDA way is measured unless --cpu-path is given. Ratios say how many
-times less than the first --impl with the same use_orig_params.
+Not measured: the collectives, which pass torch's dispatch and then do nothing (the process is rank 0 of --world), and
+on the CPU the streams and the allocation of a GPU. --device cuda includes those; on a simulated GPU --instructions
+excludes its own libraries, but includes the computation in torch's. torch's FSDP1 all-gathers on a CPU into a list of
+world_size chunks and on CUDA into one tensor; the CUDA path is measured unless --cpu-path is given. Ratios are the
+overhead of the first --impl with the same use_orig_params, divided by the row's.
 
---instructions counts with valgrind's callgrind what runs between the same two points, in thousands of instructions per
-unit and step: repeatable to a percent on any machine, about a minute for two or three configurations.
+--instructions counts with valgrind's callgrind between the same two points, in thousands of instructions per unit and
+step: repeatable to a percent on any machine, about a minute for two or three configurations.
 """
 
 

@@ -32,12 +32,12 @@ MB = 1 << 20
 TENSORS = 12  # tensors of a flat parameter, or tensors scaled together
 LIMIT = 1.2  # the kernels' goal: at most this many times memcpy
 COUNTED = """\
-'memcpy' is the time that memcpy takes on one thread for the bytes that a kernel has to read and write, once each: half
-of them read, half of them written. Times are in microseconds, the least of many calls: torch's operators for the same
-result, and ours, each in turn with memcpy, all called from Python. 'call' is what ours takes for as many tensors of one
-element each; 'ours / memcpy' is the kernel alone: without it, and without what a memcpy of a few bytes takes. 'MB' is
-what the elements would take in fp32; unless the name says otherwise they are in 12 tensors. Memory is reused, so that
-new outputs cost no page faults.
+'memcpy' is the time of memcpy on one thread for the bytes that a kernel must read and write once: half of them read,
+half of them written. Times are in microseconds, the least of many calls. torch's operators with the same result and
+our kernels are each called in turn with memcpy, all from Python. 'call' is the time of our kernel for the same number
+of tensors with one element each. 'ours / memcpy' compares the kernel alone: both times are without the time of such a
+tiny call. 'MB' is the size of the elements in fp32; they are in 12 tensors unless the name says otherwise. Memory is
+reused, so that new outputs cause no page faults.
 """
 
 

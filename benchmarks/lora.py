@@ -29,10 +29,10 @@ ROWS: dict[str, tuple[str, bool, bool]] = {
     "fsdp_c, flat parameters": ("fsdp_c", False, False),
 }
 ABOUT = """\
-Each row is a process in which nothing is computed: the simulated GPU (docs/testing.md) follows shapes, streams
-and torch's allocator. One unit per block, bf16 with fp32 shards and reductions, adapters of rank 8 on every linear
-layer of a block, trained by AdamW; all else is frozen. What is sent is of one step and one rank: the results of its
-all-gathers, the inputs of its reductions. FSDP1 without use_orig_params refuses the model.
+Each row is a process that computes nothing: the simulated GPU (docs/testing.md) follows shapes, streams and torch's
+allocator. One unit per block, bf16 with fp32 shards and reductions, adapters of rank 8 on every linear layer of a
+block, trained by AdamW; all other parameters are frozen. Bytes sent are those of one step and one rank: the outputs of
+its all-gathers and the inputs of its reductions. FSDP1 without use_orig_params refuses the model.
 """
 
 
@@ -86,7 +86,7 @@ def wrapped(model: nn.Module, implementation: str, use_orig_params: bool, split:
         )
 
 
-# ---- one row, in a process of the simulated GPU
+# ---- simulation of one row
 
 
 def run_row(name: str, model_name: str, world_size: int) -> dict[str, float]:

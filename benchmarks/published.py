@@ -243,7 +243,7 @@ def compare(rows: Sequence[Measured]) -> Comparison:
     return Comparison(found, speeds, late)
 
 
-# ---- to look at
+# ---- output
 
 
 def name_of(row: Row, with_ranks: bool = True) -> str:

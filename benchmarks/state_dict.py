@@ -33,8 +33,8 @@ from torch.distributed.fsdp import (  # isort: skip
 )
 
 COUNTED = """\
-CPU milliseconds of rank 0, all its threads, the least of {repeats} calls, and the peak of its resident memory above
-what it had before the call, in MiB. FSDP2 is asked through torch.distributed.checkpoint.state_dict, for the same forms.
+CPU milliseconds of all threads of rank 0, the least of {repeats} calls, and the peak growth of its resident memory
+during a call, in MiB. FSDP2's state dicts are those of torch.distributed.checkpoint.state_dict, in the same forms.
 """
 MIB = 2**20
 OPERATIONS = ("get", "load", "optimizer get", "optimizer to_load")
@@ -87,7 +87,7 @@ def build(implementation: str, args: argparse.Namespace) -> tuple[Any, torch.opt
     return model, optimizer
 
 
-# ----------------------------------------------------------------- what is measured
+# ----------------------------------------------------------------- measured operations
 
 
 def operations(

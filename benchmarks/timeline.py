@@ -34,24 +34,24 @@ OPTIONS = (
 OPTIONS += ("accumulate", "no_sync", "reduce_in_bf16", "keep_last")
 NEAR = 1.01  # a schedule this near to the bound counts as optimal
 ABOUT = """\
-Each row is a process in which nothing is computed: the simulated GPU (docs/testing.md) follows shapes, streams,
-events and torch's allocator, and says when each launch would begin and end (docs/testing.md has the rules, and what
-they leave out). The process is rank 0 of the machine's ranks. Models are Llama's or MPT's (titan: Llama's, whose norms,
-rotary positions and loss are in fp32, as torchtitan has them), in bf16 with fp32 shards and reductions, one unit per
-block, with fused AdamW; the fourth step is told.
+Each row is a process that computes nothing: the simulated GPU (docs/testing.md) follows shapes, streams, events and
+torch's allocator, and predicts when each launch begins and ends (docs/testing.md lists the rules and their limits). The
+process is rank 0 of the machine's ranks. Models are Llama's or MPT's (titan: Llama with norms, rotary positions and
+loss in fp32, as in torchtitan), in bf16 with fp32 shards and reductions, one unit per block, with fused AdamW. Numbers
+are of the fourth step.
 
-  bound     max(the model's own computation + the first gather + the last reduction, all communication) + optimizer,
-            with the shortest of each among the implementations: no schedule of these collectives is faster
-  between   what is allocated between steps, in MiB: gradients are cleared by zero_grad()
-  step      with what kernels, copies and collectives share, and with ranks that are late where the machine's file says
-            how often
-  plain     the step as if each took what it takes alone; so are compute and communication
+  bound     max(the model's own computation + the first all-gather + the last reduction, all communication) + optimizer,
+            each the shortest among the implementations: no schedule of these collectives is faster
+  between   MiB allocated between steps, with gradients cleared by zero_grad()
+  step      with contention between kernels, copies and collectives, and with late ranks if the machine's file says how
+            often
+  plain     the step without contention; compute and communication are without it too
   exposed   the computing stream is idle while a collective runs
-  host      it is idle because the host has not launched yet what could run
+  host      the computing stream is idle because the host has not launched the next ready work yet
 
 The host costs 5 us per operator, 1.5 per view and event, 2.5 per launch of a library's own kernel, 8 per collective,
-and for an FSDP's own work on one unit and step what benchmarks.host_overhead measured, with 12 parameters and bf16, on
-a core on which operators cost about as much: FSDP1 840 us, FSDP2 1005, fsdp_c 50. --free-host takes all of that away.
+and for an FSDP's own work per unit and step the measurement of benchmarks.host_overhead with 12 parameters and bf16, on
+a core on which operators cost about as much: FSDP1 840 us, FSDP2 1005, fsdp_c 50. --free-host sets all of these to 0.
 """
 
 
@@ -132,7 +132,7 @@ def table(results: list[Result], alone: Result) -> str:
     return "\n".join(lines)
 
 
-# ---- many of them, a line each
+# ---- tables with one line per model and machine
 
 STANDARD = [
     *(

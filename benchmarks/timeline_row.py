@@ -49,7 +49,7 @@ class Row:
     keep_last: bool = False  # do not reshard the last block after its forward (FSDP2)
     ranks: int = 0  # 0: all ranks of the machine
     blocks: int = 0  # 0: the model's default
-    speed: float = 0.0  # of products and attention; 0: the machine's
+    speed: float = 0.0  # speed of products and attention; 0: the machine's
     attention: float = 0.0  # operations per us at any speed; 0: the machine's
 
 
@@ -75,13 +75,13 @@ class Result:
     reserved_MiB: float
     between_MiB: float  # held between steps, once gradients are cleared
     parameters: int
-    stalls: list[tuple[float, str, str]] = field(default_factory=list)  # of the computing stream
+    stalls: list[tuple[float, str, str]] = field(default_factory=list)  # stalls of the computing stream
     # stalls other than for the first all-gather and the last reduction
     avoidable: list[tuple[float, str, str]] = field(default_factory=list)
     of_wire: list[tuple[float, str, str]] = field(default_factory=list)
     # (bytes of a block, number of blocks, owner)
     at_peak: list[tuple[int, int, str]] = field(default_factory=list)
-    # the same for memory that is reserved and unused at the peak
+    # reserved and unused memory at the peak, in the same form
     idle: list[tuple[int, int, str]] = field(default_factory=list)
 
 
@@ -105,7 +105,7 @@ def us_by_nbytes(wire: dict[str, Any], ranks: int, nodes: int, per_node: int) ->
     """Return (bytes, us) of an all-gather, by its bytes in all, from the bus bandwidth as reported by
     nccl-tests.
 
-    The bus bandwidth is bytes * (ranks - 1) / ranks / time. It is given as a list by size, as a dict by
+    The bus bandwidth is bytes * (ranks - 1) / ranks / time. The bandwidth is given as a list by size, as a dict by
     number of nodes of ``per_node`` GPUs, to which NCCL's own latencies are added, or as one number, beside a
     latency.
     """
@@ -160,13 +160,13 @@ def set_machine(machine: dict[str, Any]) -> None:
     timeline.set_wire(False, of_node, multiprocessors=within.get("multiprocessors", 0.0))
     if between:
         nodes = math.ceil(world_size / per_node)
-        # for all groups, and for groups of one GPU per node, over which replicas reduce
+        # one table for all groups, and one for groups of one GPU per node, over which replicas reduce
         for key, ranks in ((0, world_size), (nodes, nodes)):
             times = us_by_nbytes(between, ranks, nodes, per_node)
             timeline.set_wire(True, times, key, between.get("multiprocessors", 0.0))
 
 
-# ---- one row, in a process of its own
+# ---- simulation of one row
 
 
 def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result:

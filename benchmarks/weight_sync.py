@@ -26,11 +26,11 @@ from benchmarks.ranks import shown, status, told_by_ranks
 Named = Iterable[tuple[str, Tensor]]
 COLUMNS = ("s", "rank 0's CPU s", "peak of rank 0, +MiB", "peak of rank 1, +MiB")
 TEXT = """\
-{ranks} ranks on gloo, {mib} MiB of fp32 parameters: {layers} units of {tensors} matrices of {side} x {side}. A rank
-that gets tensors copies each into memory that is there; "rank 0": it alone gets them, else all do. The least of {times}
-times after a first, and the median in brackets. "s": until all ranks are through; "CPU": of all threads of rank 0's
-process; "peak": of resident memory, over what there was before, gloo's own included; malloc gives back at once what is
-freed of a MiB and more (MALLOC_MMAP_THRESHOLD_).
+{ranks} ranks on gloo, {mib} MiB of fp32 parameters: {layers} units of {tensors} matrices of {side} x {side}. Each rank
+that receives tensors copies them into touched memory: only rank 0 for "rank 0", otherwise all ranks. Cells show the
+least of {times} times after a first, and the median in brackets. "s": time until all ranks are done; "CPU": CPU time of
+all threads of rank 0's process; "peak": growth of resident memory, gloo's own included. malloc returns freed blocks of
+a MiB and more at once (MALLOC_MMAP_THRESHOLD_).
 """
 
 

@@ -43,11 +43,11 @@ COLUMNS = (
 )
 TEXT = """\
 {ranks} ranks on gloo, one thread each, {layers} layers of 4 matrices, width {width}: {mib:.0f} MiB of fp32 parameters.
-Rank 0, the least of {steps} steps after the first; gradients are there. "every rank all": parameters and gradients
-are gathered on each rank, which steps over all of them. "one rank, plain": the same parameters, not sharded, in one
-process without others. "flops": of matrix products, of the rank with most, as torch counts them, over
-the plain step's divided by the ranks. "MiB sent": by rank 0 in a step. "optimizer +MiB": the peak
-of resident memory over what there was before the optimizer was made.
+Numbers are of rank 0, the least of {steps} steps after the first; gradients are computed before. "every rank all": each
+rank all-gathers parameters and gradients and steps all of them. "one rank, plain": the same parameters, unsharded, in
+one process without peers. "flops": matrix products of the rank with most of them, as counted by torch, divided by an
+equal share of the plain step's. "MiB sent": by rank 0 in a step. "optimizer +MiB": peak growth of resident memory since
+the creation of the optimizer.
 """
 
 
@@ -158,13 +158,13 @@ def measure(rank: int, told: Any, way: str, options: argparse.Namespace) -> None
     dist.destroy_process_group()
 
 
-# ---- on machines that are not there
+# ---- modelled machines
 
 MODELLED = """\
-A step of Muon over the blocks' matrices and AdamW over the rest, in fp32, by the model of time (docs/testing.md), the
-host free: nothing is computed, and this process is the rank with most of Muon's work. "slower": the longer of
-computation and movement. "every rank all": computation of all of it, and an all-gather of gradients and parameters
-of each block, at best beside each other. The two small all-reduces in which ranks agree are not in it.
+A step of Muon over the blocks' matrices and AdamW over the rest, in fp32, by the model of time (docs/testing.md), at no
+cost of the host. Nothing is computed, and this process is the rank with most of Muon's work. "slower": the longer of
+computation and transfers. "every rank all": the whole computation, and an all-gather of gradients and parameters of
+each block, with perfect overlap. The two small all-reduces by which ranks agree are not included.
 """
 
 

@@ -73,7 +73,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    torch.manual_seed(0)  # the same initial weights on every rank
+    torch.manual_seed(0)  # equal initial weights on every rank
     net = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
     policy = ModuleWrapPolicy({nn.Linear})
     model = FSDP(net, auto_wrap_policy=policy, use_orig_params=True, device_id=device)

@@ -3,7 +3,7 @@
     OUT/run.json, loss.png, sample.txt
     OUT/step-000200/    a folder of fsdp_c.checkpoint: the shards of all ranks, with checksums
 
-A checkpoint is complete or absent. It loads on any number of ranks, with any strategy, and also into torch's
+A checkpoint is complete or absent. Checkpoints load on any number of ranks, with any strategy, and also into torch's
 FSDP.
 """
 
@@ -123,7 +123,7 @@ def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer) ->
         raise InputError(str(error)) from error
 
 
-# The same files through torch.distributed.checkpoint, for --impl torch and --against torch.
+# Checkpoints through torch.distributed.checkpoint, for --impl torch and --against torch.
 
 
 def save_of_torch(model: Any, optimizer: torch.optim.Optimizer, path: Path, extra: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ def read_all(files: Iterable[Path]) -> bytes:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of this rank. They depend only on the step, so that a resumed run sees the same batches."""
+    """Batches of this rank. Batches depend only on the step, so that a resumed run sees the same batches."""
 
     text: Text
     context: int

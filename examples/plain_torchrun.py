@@ -27,7 +27,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def build_model() -> nn.Module:
-    torch.manual_seed(0)  # the same initial weights on every rank
+    torch.manual_seed(0)  # equal initial weights on every rank
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
     return nn.Sequential(nn.TransformerEncoder(layer, 3), nn.Linear(WIDTH, CLASSES))
 

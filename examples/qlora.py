@@ -1,4 +1,4 @@
-"""QLoRA: adapters beside bitsandbytes' frozen 4-bit weights, which are sharded in their packed form.
+"""QLoRA: adapters on bitsandbytes' frozen 4-bit weights, which are sharded in their packed form.
 
 torchrun --nproc-per-node 2 examples/qlora.py
 """

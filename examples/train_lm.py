@@ -212,7 +212,7 @@ class Trainer:
         self.config = ModelConfig(args.layers, args.width, args.heads, args.context)
         self.batches = Batches(text, args.context, args.batch, args.seed, ranks.rank, ranks.world_size)
         self.progress = Progress()
-        torch.manual_seed(args.seed)  # the same initial weights on every rank
+        torch.manual_seed(args.seed)  # equal initial weights on every rank
         self.model = self.wrap(GPT(self.config))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01

@@ -13,7 +13,7 @@ import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import ModuleWrapPolicy
 
-SLOTS, SLOT_NBYTES = 2, 32 * 1024  # for real models "1GB", and at least the largest tensor
+SLOTS, SLOT_NBYTES = 2, 32 * 1024  # real models need "1GB", and at least the largest tensor
 
 
 def build_model():
