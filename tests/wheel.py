@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elftools.elf.elffile import ELFFile
 
-NEWEST_GLIBC = (2, 28)  # of manylinux_2_28
+NEWEST_GLIBC = (2, 28)  # limit of manylinux_2_28
 SYSTEM = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1"}
 SYSTEM |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 NEEDED = {"_C": SYSTEM, "_cuda13": SYSTEM | {"libstdc++.so.6"}}

@@ -180,7 +180,7 @@ def test_low_precision_model_is_trained_in_fp32_under_bf16(rank, world_size, use
     found = full_parameters(model)
     for name, param in plain.named_parameters():
         assert found[name].dtype is torch.float32
-        moved = (param - start[name]).norm()  # in bf16 such small steps would round to 0 or to one ulp
+        moved = (param - start[name]).norm()  # such small steps would round to 0 or to one ulp in bf16
         assert (found[name] - param).norm() <= 0.05 * moved + 1e-7, name
 
 

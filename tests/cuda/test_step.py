@@ -178,7 +178,7 @@ POLICIES: dict[str, Any] = {
 def let_go_late(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Delay autograd's thread in freeing a backward that raised, until the script has gone on.
 
-    ``raises`` is a tensor hook. It keeps the backward's Hook objects alive until a timer releases them; until
+    ``raises`` is a tensor hook. The hook keeps the backward's Hook objects alive until a timer releases them; until
     then nothing of that backward is freed.
     """
     held: list[Any] = []
@@ -366,7 +366,7 @@ def test_full_parameters_are_shown_and_written_back_over_nccl() -> None:
                 assert all(bool((param == 0.5).all()) and param.device == GPU for param in model.parameters())
 
 
-# ---- a model that makes room between steps
+# ---- models moved off the device between steps
 
 
 def move(model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Fails each allocation of the C layers in turn: ``python -m tests.faults.allocations LIBRARY STRIDE NAME
 ...``.
 
-LIBRARY is the library built from tests/native/fail_calls.c. It counts the extension's calls of allocating
+LIBRARY is the library built from tests/native/fail_calls.c. The library counts the extension's calls of allocating
 functions and the storages that torch allocates for tensors, and lets one call fail. After each failure a step
 must give its earlier results, with nothing left unsharded and no memory leaked. One line of JSON per name
 reports the number of allocations and the errors found.
@@ -117,7 +117,7 @@ def settle() -> None:
 
 
 class Built:
-    """A model that is built anew each time, and its first step."""
+    """A freshly built model and its first step."""
 
     def __init__(self, **arguments: Any) -> None:
         self.arguments = arguments

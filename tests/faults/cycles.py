@@ -48,7 +48,7 @@ def step(model: nn.Module) -> None:
     model.zero_grad()
 
 
-# ----------------------------------------------------------------- one cycle of each
+# ----------------------------------------------------------------- cycles
 
 
 def flat_layout() -> Callable[[], Any]:

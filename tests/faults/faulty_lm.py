@@ -26,7 +26,7 @@ import train_lm  # noqa: E402
 from tests.collectives import REDUCE_SCATTER  # noqa: E402
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-STEP = 3  # steps before the fault; for a save, including the step that saves
+STEP = 3  # steps done before the fault; a save with the fault comes after more than these
 TIMEOUT = timedelta(seconds=5)
 LAYERS = 2
 

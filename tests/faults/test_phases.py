@@ -126,7 +126,7 @@ def save(model: FSDP, kind: StateDictType) -> None:
         model.state_dict()
 
 
-# by the collective that runs out of memory
+# call: (module and name of the collective that runs out of memory, function, units in the message)
 GATHERED: dict[str, tuple[Any, str, Callable[[FSDP], Any], str]] = {
     "summon_full_params": (dist, ALL_GATHER, summon, "Net"),
     "gradients": (dist, ALL_GATHER, functools.partial(summon, with_grads=True), "Net"),
@@ -245,7 +245,7 @@ def test_torchs_debug_server_shows_progress() -> None:
     response.set_status.assert_called_once_with(200)
 
 
-# ----------------------------------------------------------------- calls that one rank makes alone
+# ----------------------------------------------------------------- calls on one rank only
 
 
 def open_full_params(model: FSDP, optimizer: torch.optim.Optimizer, folder: Path) -> None:

@@ -34,7 +34,7 @@ PHASES = ("forward", "backward", "reduce", "save", "load")
 TRIED = [("kill", "reduce")]
 if EXHAUSTIVE:
     TRIED = [(action, phase) for phase in PHASES for action in ("kill", "stop")]
-MARGIN_S = 60.0  # for a survivor to end, on top of the process group's timeout
+MARGIN_S = 60.0  # time for a survivor to end, on top of the process group's timeout
 FLAGS = f"--layers {LAYERS} --width 16 --heads 2 --context 16 --accumulate 1 --sample-bytes 1 --steps 6 "
 FLAGS += "--warmup 1 --eval-every 6 --eval-batches 1 --checkpoint-every 2 --keep 3"
 ARGUMENTS = [*FLAGS.split(), "--data", f"{ROOT}/LICENSE"]

@@ -5,7 +5,7 @@ each failing one. ``--seed`` sets the first seed.
 
 All ranks have the same data, in float64, so that averaged gradients equal the plain module's. Each action
 runs on the sharded and on the plain model. Then its results, parameters, gradients and optimizer states are
-compared. They are read from this rank's shards, without any call that a step makes.
+compared. The values are read from this rank's shards, without any call that a step makes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LENGTHS = (3, 14)  # number of actions in a program
 KINDS = ("mlp", "norm", "embedding", "conv", "tied", "single", "mixed", "scalar", "packed")
 SQUARE = ("embedding", "single", "scalar", "packed")  # kinds whose inner weight is as large as the head's
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
-CLOSE_IN_FLOAT32 = {"rtol": 1e-4, "atol": 1e-6}  # for parts in float32: sums are in a different order
+CLOSE_IN_FLOAT32 = {"rtol": 1e-4, "atol": 1e-6}  # sums of parts in float32 are in a different order
 tolerance = dict(CLOSE)
 RUN_TIMEOUT_S = 180.0
 

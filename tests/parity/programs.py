@@ -26,8 +26,8 @@ Documented differences from the plain module are avoided, or modelled where a co
   checkpoint;
 - a backward through a checkpoint may raise after such a change (CheckpointError): the program ends where the
   plain module's does;
-- either views or the optimizer's parameters are written to between two forwards of the root: of writes to
-  both, one is lost;
+- either views or the optimizer's parameters are written to between two forwards of the root: if both are
+  written to, one write is lost;
 - summoned gradients need use_orig_params;
 - clipping without any gradient returns fp32;
 - a parameter shared by units belongs to the root: the block that shares it is called, frozen and zeroed
@@ -256,7 +256,7 @@ def local_tensors(value: Tensor | ShardedTensor) -> list[Tensor]:
 
 
 class Illegal(Exception):
-    """The action is illegal in this state. It changes nothing in any implementation."""
+    """The action is illegal in this state. Illegal actions change nothing in any implementation."""
 
 
 @functools.cache
@@ -292,7 +292,7 @@ class Side(Run):
     frozen_later: bool = False  # true if an action has frozen or unfrozen parameters
     own: dict[tuple[int, bool], list[nn.Parameter]] = field(
         default_factory=dict
-    )  # by (block, True for its inner layer only)
+    )  # keys: (block, True for its inner layer only)
     saved: Any = None
     saved_optimizer: Any = None
     draws: int = 0

@@ -113,7 +113,7 @@ def test_unit_without_parameters_does_not_cast_its_inputs() -> None:
     assert seen == {"torch": torch.float32, "fsdp_c": torch.float32}
 
 
-# ----------------------------------------------------------------- where torch is stale
+# ----------------------------------------------------------------- where torch is stale: the plain module
 
 
 def full_copy(model: nn.Module) -> Net:

@@ -293,7 +293,7 @@ GRADS_AFTER = ("train", "backward", "zero_grad", "clip", "summon")
 
 @dataclass
 class Recorded(Side):
-    """A run whose operations are recorded, and numbered as the steps of its labels."""
+    """A run that records its operations. Labels contain the number of the operation as the step."""
 
     edits_in_vain = True
 

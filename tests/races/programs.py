@@ -75,7 +75,7 @@ def _register_backend() -> None:
     dist.Backend.register_backend(BACKEND, create, devices=["cuda"])
 
 
-# ---- programs that only streams and memory of a GPU make
+# ---- programs that need streams and memory of a GPU
 
 
 def step_under_two_streams(trainer: Trainer) -> None:
@@ -218,7 +218,7 @@ def write_after_a_refusal(trainer: Trainer) -> None:
             param.data.mul_(0.9)
 
 
-# ---- by name
+# ---- table
 
 Body = Callable[[Trainer], None]
 OWN: dict[str, tuple[Body, dict[str, Any]]] = {

@@ -79,7 +79,7 @@ def _make_segments(whole: Net) -> None:
         block.order = nn.Parameter(torch.arange(5), requires_grad=False)
 
 
-# ---- scenarios: what happens in the steps
+# ---- scenarios
 
 
 def plain(trainer: Trainer) -> None:
@@ -319,7 +319,7 @@ def step_twice_in_backward(trainer: Trainer) -> None:
 
 
 def look_at_parameters_amid_a_step(trainer: Trainer) -> None:
-    """Summon full parameters between a forward and its backward. They are written back, and the backward
+    """Summon full parameters between a forward and its backward. These are written back, and the backward
     unshards again.
     """
     for _ in range(STEPS):
@@ -355,7 +355,7 @@ def leave_out_optional_units(trainer: Trainer) -> None:
         trainer.step()
 
 
-# ---- by name
+# ---- table
 
 Body = Callable[[Trainer], None]
 SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {

@@ -45,7 +45,7 @@ def test_an_event_that_says_what_it_said_a_step_before_is_found() -> None:
 
 
 def test_memory_that_another_stream_still_reads_may_not_be_taken_again() -> None:
-    """The detector also reports early frees of memory that nobody reuses, as sizes differ."""
+    """The detector also reports early frees of memory that is never reused, as sizes differ."""
     aside = torch.cuda.Stream()
     with pytest.raises(AssertionError, match="early free"), races.none_found():
         held = torch.ones(1000)

@@ -1,4 +1,4 @@
-"""Each wait of the runtime is left out in turn. It must be detected, be implied by other waits, or have a
+"""Each wait of the runtime is left out in turn. The omission must be detected, be implied by other waits, or have a
 written reason.
 
 A part of the waits, always the same ones; all of them with pytest --exhaustive.
@@ -79,7 +79,7 @@ def test_a_program_goes_the_same_way_each_time() -> None:
     assert any(run(program).order == run(program).order for _ in range(4))
 
 
-# ---- waits are no more than is needed
+# ---- absence of unnecessary waits
 
 
 def test_gathers_run_beside_the_computation_before_them() -> None:

@@ -1,4 +1,4 @@
-"""Tests of torch's CUDA build without a real GPU. They are skipped in processes without it."""
+"""Tests of torch's CUDA build without a real GPU. Processes without it skip these tests."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def run(name: str, world_size: int = 2, timeout_s: float = 300.0, **settings: st
     return [(one.returncode, text) for one, text in zip(processes, said, strict=True)]
 
 
-# ---- what a rank does
+# ---- helpers of a rank
 
 
 def start(**options: Any) -> int:

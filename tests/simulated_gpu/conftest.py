@@ -1,4 +1,4 @@
-"""Tests of the simulated GPU itself. They are skipped in processes without it."""
+"""Tests of the simulated GPU itself. Processes without it skip these tests."""
 
 from __future__ import annotations
 

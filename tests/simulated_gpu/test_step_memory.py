@@ -33,7 +33,7 @@ def test_no_more_is_requested_than_by_torch(shape: str) -> None:
 
 def test_two_units_ahead_hold_one_more_and_take_less_time_where_the_wire_decides() -> None:
     one, two = (in_a_process(Row("fsdp_c", "1.3B", "ethernet64", ahead=ahead)) for ahead in (1, 2))
-    block = 2 * (4 * 2048 * 2048 + 3 * 2048 * 5504 + 2 * 2048) / 2**20  # in bf16
+    block = 2 * (4 * 2048 * 2048 + 3 * 2048 * 5504 + 2 * 2048) / 2**20  # one block in bf16
     assert two.requested_MiB - one.requested_MiB == pytest.approx(block, abs=1)
     assert two.step_ms < 0.998 * one.step_ms
 
