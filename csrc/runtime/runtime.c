@@ -184,7 +184,7 @@ static int refuse(const struct runtime *runtime, const char *doing) {
     if (!runtime->num_units)
         return 0;
     return unit_error(PyExc_RuntimeError, unit_rank(runtime->units[0]), runtime->units[0]->name,
-                      "another thread is amid %s of this model, and no other call can use its parameters "
+                      "another thread is inside %s of this model, and no other call can use its parameters "
                       "until that is done. The other thread is not affected. Wait for it, for example with a "
                       "lock, or give each thread its own model.",
                       doing);

@@ -408,7 +408,7 @@ def test_it_does_in_low_precision_with_offload_and_in_large_units() -> None:
 
 @both_views
 @on_ranks(2)
-def test_an_evaluation_amid_an_accumulation_sees_what_was_put_in(use_orig_params: bool) -> None:
+def test_an_evaluation_inside_an_accumulation_sees_what_was_put_in(use_orig_params: bool) -> None:
     """Under SHARD_GRAD_OP no_sync keeps parameters gathered."""
     for put_in in (copy_data, assign_data):
         model, expected = wrap(plain(), "SHARD_GRAD_OP", use_orig_params=use_orig_params), plain()

@@ -521,7 +521,7 @@ def test_two_threads_in_one_forward_are_told(rank: int, use_orig_params: bool) -
     net.turn = another_thread
     loss = backward(model, rank)
     assert len(errors) == 1
-    assert f"rank {rank}, unit Waiting: another thread is amid a forward of this model" in str(errors[0])
+    assert f"rank {rank}, unit Waiting: another thread is inside a forward of this model" in str(errors[0])
     assert torch.equal(backward(model, rank), loss)
 
 

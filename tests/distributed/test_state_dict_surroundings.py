@@ -329,7 +329,7 @@ def test_local_state_is_refused_inside_summon_and_nothing_is_changed(use_orig_pa
 @on_ranks(2, timeout_s=180)
 def test_optimizer_state_is_got_and_made_loadable_as_torch_does(rank, kind, use_orig_params):
     """Also where the modules' parameters are not those that the optimizer holds: where they are summoned both
-    refuse, amid a forward torch does."""
+    refuse, inside a forward torch does."""
 
     def work(model: Any, optimizer: Any) -> Any:
         fsdp = type(model)
@@ -347,7 +347,7 @@ def test_optimizer_state_is_got_and_made_loadable_as_torch_does(rank, kind, use_
 
     idle: Any = None
     for place in (*IDLE, *BUSY, in_summon):
-        gc.collect()  # what torch left open above when it raised: it disturbs torch where it is closed amid the next
+        gc.collect()  # what torch left open above when it raised: it disturbs torch where it is closed inside the next
         results = []
         for which in ("torch", "fsdp_c"):
             model = built(which, use_orig_params)

@@ -79,7 +79,7 @@ def test_a_writer_that_stops_and_goes_on_is_named_and_loses_nothing(exists: bool
     if exists:
         save(path, 0)
 
-    def stop_amid_a_save() -> None:
+    def stop_inside_a_save() -> None:
         write = checkpoint.writing.write_file
 
         def stopping(*arguments: Any) -> Any:
@@ -89,7 +89,7 @@ def test_a_writer_that_stops_and_goes_on_is_named_and_loses_nothing(exists: bool
         checkpoint.writing.write_file = stopping
         save(path, 1)
 
-    with forked(stop_amid_a_save) as child:
+    with forked(stop_inside_a_save) as child:
         os.waitpid(child, os.WUNTRACED)
         with pytest.raises(CheckpointError, match=f"process {child} on .* is saving there"):
             save(path, 2)

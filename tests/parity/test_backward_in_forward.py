@@ -136,7 +136,7 @@ def test_units_after_the_backward_inside_are_freed_and_prefetched_as_before(rank
 
 
 @on_ranks(2)
-def test_backward_through_the_unit_amid_its_forward_is_refused_by_name(rank: int) -> None:
+def test_backward_through_the_unit_inside_its_forward_is_refused_by_name(rank: int) -> None:
     for which in ("torch", "fsdp_c"):
         model = build(which, own_parameters)
         with pytest.raises((AssertionError, RuntimeError)) as found:

@@ -318,7 +318,7 @@ def step_twice_in_backward(trainer: Trainer) -> None:
         (trainer.forward() + trainer.forward()).backward()
 
 
-def look_at_parameters_amid_a_step(trainer: Trainer) -> None:
+def look_at_parameters_inside_a_step(trainer: Trainer) -> None:
     """Summon full parameters between a forward and its backward. These are written back, and the backward
     unshards again.
     """
@@ -397,8 +397,8 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
     "evaluate in full precision": (evaluate, {"mixed_precision": BF16, "limit_all_gathers": False}),
     "look at parameters": (look_at_parameters, {"limit_all_gathers": False}),
     "look at parameters, bf16": (look_at_parameters, {"mixed_precision": BF16, "strategy": "SHARD_GRAD_OP"}),
-    "look at parameters amid a step": (look_at_parameters_amid_a_step, {"limit_all_gathers": False}),
-    "look at parameters amid a step, bf16": (look_at_parameters_amid_a_step, {"mixed_precision": BF16}),
+    "look at parameters inside a step": (look_at_parameters_inside_a_step, {"limit_all_gathers": False}),
+    "look at parameters inside a step, bf16": (look_at_parameters_inside_a_step, {"mixed_precision": BF16}),
     "replaced": (replace_parameters, {"limit_all_gathers": False, "forward_prefetch": True}),
     "replaced, bf16": (replace_parameters, {"limit_all_gathers": False, "mixed_precision": BF16}),
     "replaced, flat": (replace_parameters, {"use_orig_params": False, "limit_all_gathers": False}),

@@ -343,7 +343,7 @@ def one_aborts() -> None:
     print("all steps", flush=True)
 
 
-def ends_amid_work() -> None:
+def ends_inside_work() -> None:
     """Destroy the group while slow collectives of a step are pending."""
     import torch
     import torch.distributed as dist
@@ -363,5 +363,5 @@ def ends_amid_work() -> None:
 
 
 if __name__ == "__main__":
-    programs = (both, torchs_checks, no_memory, no_room, one_goes_wrong, one_aborts, ends_amid_work)
+    programs = (both, torchs_checks, no_memory, no_room, one_goes_wrong, one_aborts, ends_inside_work)
     {one.__name__: one for one in programs}[sys.argv[1]]()

@@ -37,7 +37,7 @@ def test_hybrid_training_is_fsdp1s_to_the_bit(settings: dict[str, str], splits: 
 
 
 def test_a_group_may_end_while_collectives_of_a_step_are_under_way() -> None:
-    assert [(status, said.strip()) for status, said in run("ends_amid_work")] == [(0, "destroyed")] * 2
+    assert [(status, said.strip()) for status, said in run("ends_inside_work")] == [(0, "destroyed")] * 2
 
 
 def test_a_rank_that_aborts_its_communicators_ends_the_others() -> None:

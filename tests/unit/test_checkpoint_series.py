@@ -62,7 +62,7 @@ def test_a_checkpoint_of_a_smaller_number_is_kept_when_it_is_saved(tmp_path: Pat
     assert names(tmp_path) == ["step-250", "step-400", "step-500"]
 
 
-def test_what_a_kill_amid_a_removal_or_a_first_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_what_a_kill_inside_a_removal_or_a_first_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
     save(tmp_path / "step-1")
     for name in ("fsdp_c-data-0123456789ab/__0_0.distcp", ".saving.lock"):
         left = tmp_path / f"step-{'0' * len(names(tmp_path))}1" / name

@@ -85,7 +85,7 @@ def test_a_first_forward_of_real_parameters_under_the_mode_is_refused(use_orig_p
 @both_views
 @pytest.mark.parametrize("mode", [FakeTensorMode, lambda: FakeTensorMode(allow_non_fake_inputs=True)])
 @pytest.mark.usefixtures("fake_ranks")
-def test_a_model_may_be_collected_amid_a_compilation(
+def test_a_model_may_be_collected_inside_a_compilation(
     use_orig_params: bool, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ignored: list[Any] = []

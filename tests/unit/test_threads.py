@@ -69,7 +69,7 @@ def raised_in_a_thread(function: Callable[[], Any]) -> list[BaseException]:
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @both_views
-def test_a_look_from_another_thread_amid_a_step_is_refused_and_the_step_goes_on(
+def test_a_look_from_another_thread_inside_a_step_is_refused_and_the_step_goes_on(
     use_orig_params: bool, phase: str, look: str
 ) -> None:
     expected = stepped(built(use_orig_params))
@@ -88,7 +88,7 @@ def test_a_look_from_another_thread_amid_a_step_is_refused_and_the_step_goes_on(
     assert len(errors) == STEPS
     for error in errors:
         assert isinstance(error, RuntimeError)
-        assert "rank 0, unit Sequential: another thread is amid a forward or backward of this model" in str(
+        assert "rank 0, unit Sequential: another thread is inside a forward or backward of this model" in str(
             error
         )
 
@@ -119,7 +119,7 @@ def test_a_step_that_begins_while_another_thread_saves_is_refused(use_orig_param
     values = model.state_dict()
     del model.module.meanwhile
     assert len(errors) == 1
-    assert "rank 0, unit Saved: another thread is amid a state dict of this model, and" in str(errors[0])
+    assert "rank 0, unit Saved: another thread is inside a state dict of this model, and" in str(errors[0])
     assert [value.shape for value in values.values()] == [(4, 4), (4,)]
     del loss
     model.zero_grad()

@@ -47,7 +47,7 @@ namespace fake {
 CUgraph_st *capture_of(unsigned long long id); /* that goes on, or null */
 
 CUstreamCaptureMode exchange_mode(CUstreamCaptureMode mode); /* of this thread */
-/* What a call that may not be made amid a capture answers: CUDA_SUCCESS where there is none that minds. */
+/* What a call that may not be made inside a capture answers: CUDA_SUCCESS where there is none that minds. */
 CUresult refused_while_capturing();
 
 } // namespace fake

@@ -53,7 +53,7 @@ class DEVICE_API graph {
 /* The graph of a capture that goes on, or nullptr. */
 DEVICE_API graph *graph_of(uint64_t capture);
 bool any_capture(); /* for the files of this folder, and what follows */
-/* As CUDA does where the host would wait amid a capture; std::runtime_error. */
+/* As CUDA does where the host would wait inside a capture; std::runtime_error. */
 [[noreturn]] void refuse_while_capturing();
 
 } // namespace simulated_gpu
