@@ -1,4 +1,4 @@
-"""A flat range of an n-D tensor as boxes."""
+"""Splitting a flat range of an n-D tensor into boxes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What C asks of Python is bound all at once, by name."""
+"""Python functions called from C are bound all at once, by name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_refused_binding_leaves_what_was_bound() -> None:
     hooked = torch.ones(1, requires_grad=True)
     seen: list[None] = []
     hooked.register_hook(lambda _: seen.append(None))
-    # asks for tensors_of
+    # calls tensors_of
     unit.register_pre_backward_hooks({1: {2: tree.tensors_of([hooked])[0]}, "set": {hooked}})
     hooked.sum().backward()
     assert seen == [None]

@@ -1,4 +1,4 @@
-"""python -m fsdp_c.checkpoint: verify, errors, and torch's own converters beside it."""
+"""python -m fsdp_c.checkpoint: verify, its errors, and torch's own converters on the same checkpoints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(*args: Any, status: int = 0) -> None:
 
 
 def damage(path: Path) -> Path:
-    """Flip a bit of the first weight; the file."""
+    """Flip a bit of the first weight and return its file."""
     (file,) = path.rglob("*.distcp")
     content = bytearray(file.read_bytes())
     content[content.index(trained()[0][0].weight.detach().numpy().tobytes())] ^= 1

@@ -1,4 +1,4 @@
-"""python -m fsdp_c.checkpoint export: the model alone as sharded safetensors, or nothing."""
+"""python -m fsdp_c.checkpoint export: the model only, as sharded safetensors, or an error and no files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ library = pytest.importorskip("safetensors.torch")
 
 
 class Tied(nn.Module):
-    """An embedding that is the head's weight too, a channels_last weight, a buffer of integers."""
+    """An embedding tied to the head, a channels_last weight, and a buffer of integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def run(*args: Any, status: int = 0) -> None:
 
 
 def loaded(folder: Path) -> dict[str, Tensor]:
-    """As transformers loads a folder: the one file, or those that the index names."""
+    """Load a folder as transformers does: its single file, or the files in its index."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
@@ -64,7 +64,7 @@ def loaded(folder: Path) -> dict[str, Tensor]:
 
 
 def state_of(path: Path) -> dict[str, Tensor]:
-    """The model's state dict, of a load of the checkpoint."""
+    """Load the checkpoint and return the model's state dict."""
     model = Tied()
     checkpoint.load(model, None, path)
     return model.state_dict()

@@ -1,5 +1,6 @@
-"""A checkpoint's folder beside others: what else is in it, who else writes to it, who reads meanwhile,
-torch's own."""
+"""The folder around a checkpoint: unrelated files, other writers, concurrent readers, and torch's own
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ existing = pytest.mark.parametrize("exists", [False, True])
 
 @pytest.fixture(autouse=True)
 def quick_disk() -> Iterator[None]:
-    """Nothing is flushed: no power fails here."""
+    """Skip fsync: these tests have no power failure."""
     with mock.patch("os.fsync", lambda descriptor: None):
         yield
 
@@ -50,7 +51,7 @@ def save(path: Any, version: float) -> None:
 
 
 def loaded(path: Any) -> float:
-    """The version that is there; an assertion fails if it is not of one piece."""
+    """Load the checkpoint and return its version. Asserts that all values are of one version."""
     model = model_of(-1)
     version = checkpoint.load(model, None, path)["version"]
     assert all((param == version).all() for param in model.parameters())
@@ -71,7 +72,7 @@ def torch_loaded(path: Path) -> float:
 
 
 def listed(path: Path) -> dict[str, bytes]:
-    """Every file below ``path``, and what is in it."""
+    """Return every file below ``path`` with its content."""
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
@@ -139,7 +140,7 @@ def test_a_link_and_the_folder_one_is_in_are_saved_to(
 
 
 def test_a_path_is_followed_as_the_system_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``link/..`` is the folder around what the link names."""
+    """A path with ``link/..`` leads to the parent of the link's target."""
     (tmp_path / "far" / "runs").mkdir(parents=True)
     (tmp_path / "link").symlink_to("far/runs")
     monkeypatch.chdir(tmp_path)
@@ -151,12 +152,12 @@ def test_a_path_is_followed_as_the_system_does_it(tmp_path: Path, monkeypatch: p
     assert sorted(os.listdir(tmp_path)) == ["far", "link"]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forking a process with threads: they are idle
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork with threads warns; the threads are idle
 def test_a_folder_in_one_that_is_not_writable_is_saved_to_and_none_is_made_there() -> None:
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "mine"
         path.mkdir()
-        save(Path(name) / "first", 0)  # imports modules, which nobody may be unable to read
+        save(Path(name) / "first", 0)  # imports modules, which may be unreadable for the other user
         assert loaded(Path(name) / "first") == 0
         if os.geteuid() == 0:
             os.chown(path, 65534, 65534)
@@ -236,7 +237,7 @@ def test_an_address_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         with pytest.raises(ValueError, match="empty"):
             work("", 1)
     assert os.listdir(tmp_path) == ["source"]
-    (tmp_path / "s3:").mkdir()  # who has such a folder means it
+    (tmp_path / "s3:").mkdir()  # an existing folder of this name is meant
     save(Path("s3:/run"), 2)
     assert loaded("s3:/run") == 2
 
@@ -253,7 +254,7 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(exists: bool, tmp_path: P
         with mock.patch(f"fsdp_c.checkpoint.{name}", side_effect=full):
             with pytest.raises(CheckpointError, match="rank 0: OSError: .*No space left"):
                 save(path, 2)
-        # the folder of data is renamed before it is removed, which failed too
+        # the folder of data is renamed before its removal, which failed too
         assert listed(tmp_path) == before or name == "folder.os.rename"
         assert path.exists() == exists or name == "folder.os.rename"
     save(path, 2)
@@ -343,7 +344,7 @@ def test_a_second_writer_is_refused_by_name_and_touches_nothing(exists: bool, tm
         ):
             save(path, 2)
         assert listed(tmp_path) == before
-        save(tmp_path / "ckpt2", 4)  # another path
+        save(tmp_path / "ckpt2", 4)  # a different path
     save(path, 2)
     assert loaded(path) == 2 and sorted(os.listdir(tmp_path)) == ["ckpt", "ckpt2"]
 
@@ -353,7 +354,7 @@ def test_a_second_writer_is_refused_by_name_and_touches_nothing(exists: bool, tm
 def test_a_writer_that_lost_its_lock_publishes_nothing(
     exists: bool, is_written: bool, tmp_path: Path
 ) -> None:
-    """A server of files takes the lock from a host that it does not hear of, before the end of the save or within."""
+    """A file server takes the lock from a host that it cannot reach, before or during the end of the save."""
     path = tmp_path / "ckpt"
     if exists:
         save(path, 1)
@@ -386,7 +387,7 @@ def test_without_locks_only_what_was_replaced_is_removed(exists: bool, tmp_path:
             save(path, 2)
             save(path, 3)
             assert loaded(path) == 3
-            assert (temporary / "__0_0.distcp").exists()  # another's, perhaps
+            assert (temporary / "__0_0.distcp").exists()  # may belong to another job
     save(path, 4)
     assert loaded(path) == 4 and len(listed(tmp_path)) == 3
     with mock.patch("fcntl.flock", side_effect=OSError(errno.EIO, "Input/output error")):
@@ -408,7 +409,7 @@ def test_a_lock_is_no_way_to_another_file(tmp_path: Path) -> None:
 
 
 def once(work: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original``, after the first call of which ``work`` is done."""
+    """Return ``original`` with a call of ``work`` after its first call."""
     pending = [work]
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -456,7 +457,8 @@ def test_a_load_reads_what_it_found_whatever_takes_its_place(tmp_path: Path) -> 
     assert loaded(path) == 2
     before = set(os.listdir("/proc/self/fd"))
     loaded(path)
-    assert set(os.listdir("/proc/self/fd")) <= before  # what tests before have left may be closed meanwhile
+    # descriptors left by earlier tests may be closed meanwhile
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_what_could_not_be_held_open_and_is_gone_is_told(tmp_path: Path) -> None:

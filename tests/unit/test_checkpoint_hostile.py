@@ -1,5 +1,6 @@
-"""Checkpoints made to harm: nothing in them is executed, no file outside is read, no size is believed, and no value
-is taken for another."""
+"""Malicious checkpoints: nothing in them is executed, no outside file is read, no size is trusted, and no
+value is loaded in place of another.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from tests.processes import ROOT, output_of_python
 
 
 class Harm:
-    """Leaves a file behind when it is unpickled by something that calls what it is told to."""
+    """Its unpickling calls a function that creates a file."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -48,7 +49,7 @@ class Harm:
 
 
 def torch_checkpoint(path: Path) -> Metadata:
-    """One that torch wrote, without a process group; its metadata."""
+    """Write a checkpoint with torch, without a process group, and return its metadata."""
     state = {"model": {"weight": torch.ones(2, 3)}, "note": "hello"}
     dcp.save(state, checkpoint_id=path, no_dist=True)
     with (path / ".metadata").open("rb") as file:
@@ -64,7 +65,7 @@ def refused(path: Path, reason: str) -> None:
         contents(path)
     model = nn.Linear(3, 2, bias=False)
     before = model.weight.clone()
-    # a load sees that a shape is another before it looks where the parts are
+    # a load reports a different shape before it looks for the parts
     with pytest.raises(CheckpointError, match=f"{reason}|model.weight has shape"):
         checkpoint.load(model, None, path)
     assert torch.equal(model.weight, before)
@@ -106,7 +107,7 @@ def test_only_names_of_dcp_are_known(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["builtins", "__builtin__"])
 def test_getattr_gives_no_attribute(module: str) -> None:
-    """CPython 3.11.0 to 3.11.3 pickle a member of an enum by it."""
+    """CPython 3.11.0 to 3.11.3 pickle members of enums through getattr."""
     cls = "ctorch.distributed.checkpoint.metadata\nMetadata\n"
     assert isinstance(read_metadata(f"c{module}\ngetattr\n({cls}S'__class__'\ntR.".encode()), Value)
 
@@ -117,7 +118,7 @@ def test_getattr_gives_no_attribute(module: str) -> None:
 def test_nothing_is_left_on_classes(name: str, tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     torch_checkpoint(path)
-    # BUILD with a slot state sets attributes of whatever is on the stack: of a class, here
+    # BUILD with a slot state sets attributes of the object on the stack, here of a class
     stream = b"\x80\x02c%b\n(N}X\x05\x00\x00\x00ownedK\x01stb." % name.encode()
     (path / ".metadata").write_bytes(stream)
     refused(path, "damaged, or not written by DCP")
@@ -160,7 +161,7 @@ def chunk(offsets: list[int], sizes: list[int]) -> list[ChunkStorageMetadata]:
 
 
 def repeated(metadata: Metadata) -> None:
-    """The same bytes of a file as ever more rows."""
+    """Use the same bytes of a file for many rows."""
     entry = metadata.state_dict_metadata["model.weight"]
     entry.size, entry.chunks = torch.Size([2000, 3]), [chunk([2 * at, 0], [2, 3])[0] for at in range(1000)]
     (place,) = [info for index, info in metadata.storage_data.items() if index.fqn == "model.weight"]
@@ -213,7 +214,7 @@ def test_values_are_checked(change: Callable[[Metadata], None], reason: str, tmp
         b"not a pickle",
         pickle.dumps([]),
         pickle.dumps({"a": 1}),
-        # more bytes than are there
+        # more bytes than the file has
         b"\x80\x02]r\xff\xff\xff\x7f.",  # a memo of 2**31 places
         b"\x80\x02]p2147483647\n.",
         b"\x80\x04\x8e\xff\xff\xff\xff\xff\x00\x00\x00.",  # 2**40 bytes
@@ -226,7 +227,7 @@ def test_other_files_are_refused_without_the_memory_that_they_ask_for(content: b
     (path / ".metadata").write_bytes(content)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refused(path, "damaged, or not written by DCP")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # limit in KiB
 
 
 def test_ordinary_pickles_are_read() -> None:
@@ -237,7 +238,7 @@ def test_ordinary_pickles_are_read() -> None:
 
 
 def with_object(path: Path, content: bytes) -> Metadata:
-    """Puts ``content`` where "note" is, in a checkpoint of torch's; the metadata."""
+    """Replace the object "note" of a torch checkpoint by ``content`` and return the metadata."""
     metadata = torch_checkpoint(path)
     (path / "__1_0.distcp").write_bytes(content)
     metadata.storage_data[MetadataIndex("note")] = _StorageInfo("__1_0.distcp", 0, len(content))
@@ -280,7 +281,7 @@ def test_a_bad_end_of_metadata_is_refused(text: bytes, nbytes: int | None, tmp_p
 
 
 def test_bytes_entries_stay_bytes(tmp_path: Path) -> None:
-    """A model's tensor is not read from what the metadata call an object."""
+    """A tensor of the model is not loaded from an entry that the metadata declare an object."""
     path = tmp_path / "ckpt"
     metadata = torch_checkpoint(path)
     metadata.state_dict_metadata["model.weight"] = BytesStorageMetadata()
@@ -325,7 +326,8 @@ OBJECTS = [*("a call", "a call beside a tensor", "a call in the format before zi
 OBJECTS += ["TorchScript", "a torn tensor", "a torn archive", "nothing"]
 
 
-@pytest.mark.filterwarnings("ignore:.*TorchScript archive")  # torch warns before it refuses or loads one
+# torch warns before it refuses or loads an archive
+@pytest.mark.filterwarnings("ignore:.*TorchScript archive")
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_objects_and_tensors_are_not_executed(
@@ -333,7 +335,8 @@ def test_objects_and_tensors_are_not_executed(
 ) -> None:
     path, marker = tmp_path / "ckpt", tmp_path / "harmed"
     content = harmful_objects(marker)[kind]
-    monkeypatch.setattr(torch.jit, "load", lambda *args, **options: marker.touch())  # would run TorchScript
+    # the replacement shows whether TorchScript would be run
+    monkeypatch.setattr(torch.jit, "load", lambda *args, **options: marker.touch())
     key = "model.weight" if as_tensor else "note"
     metadata = with_object(path, content)
     if as_tensor:
@@ -399,7 +402,7 @@ def test_an_error_of_python_or_torch_is_one_line_and_status_2(
 
 @pytest.fixture(scope="module")
 def fuzzed() -> str:
-    """A few of the trials of tests/fuzz/checkpoint.py, under its limits of time and memory."""
+    """Run a few trials of tests/fuzz/checkpoint.py, under its limits of time and memory."""
     command = f"-m tests.fuzz.checkpoint --seed 1 --count {150 * len(SUBJECTS)}".split()
     return output_of_python(*command, cwd=ROOT, timeout_s=900)
 

@@ -1,4 +1,6 @@
-"""A checkpoint is the old one, the new one, or refused: kills, flipped bytes, torn files, half copies."""
+"""A checkpoint is the old one, the new one, or refused: after kills, flipped bytes, torn files and partial
+copies.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,13 @@ def save(path: Path, version: int, background: bool = False) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_disk() -> Iterator[None]:
-    """Nothing is flushed: no power fails here."""
+    """Skip fsync: these tests have no power failure."""
     with mock.patch("os.fsync", lambda descriptor: None):
         yield
 
 
 def prepare(path: Path, kind: str) -> int:
-    """Brings about what a save finds: the version there, 0 for none."""
+    """Prepare the folder for a save and return the version in it, 0 for none."""
     if kind == "new":
         return 0
     path.mkdir()
@@ -81,7 +83,7 @@ def test_a_kill_at_any_call_leaves_the_old_checkpoint_or_the_new(
             rubbish += path.exists() and kinds_in(path) not in (at_first, clean)
         else:
             assert kinds_in(path) == clean
-        save(path, 3)  # removes what is left, and nothing else
+        save(path, 3)  # removes leftovers and nothing else
         assert loaded_version(path) == 3
         assert os.listdir(path.parent) == ["ckpt"] and kinds_in(path) == clean
         assert len(list(path.glob("fsdp_c-*"))) == 1
@@ -89,19 +91,19 @@ def test_a_kill_at_any_call_leaves_the_old_checkpoint_or_the_new(
         if not killed:
             break
     changes = [one != other for one, other in itertools.pairwise(found)]
-    assert changes.count(True) == 1 and found[0] == old and found[-1] == 2  # it comes about in one step
-    assert len(found) > 15 and rubbish > 5  # kills did hit the save
+    assert changes.count(True) == 1 and found[0] == old and found[-1] == 2  # the change happens in one step
+    assert len(found) > 15 and rubbish > 5  # kills did hit saves
 
 
 def files_of(path: Path) -> list[Path]:
-    """Relative to ``path``."""
+    """Return the files relative to ``path``."""
     found = sorted((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.name)
     assert [file.name for file in found] == [".metadata", "__0_0.distcp", "fsdp_c.layout"]
     return [file.relative_to(path) for file in found]
 
 
 def outcome(path: Path) -> str:
-    """Either what was saved, or refused: anything else fails."""
+    """Return "loaded" for the saved values or "refused"; anything else fails."""
     try:
         assert loaded_version(path) == 7
         return "loaded"
@@ -121,7 +123,7 @@ def test_a_flipped_byte_anywhere_is_refused_or_harmless_and_always_found_by_veri
         content = (path / file).read_bytes()
         positions = rng.sample(range(len(content)), 140)
         if file.name == ".metadata":
-            positions += range(len(content) - 150, len(content))  # its end, which has the checksums
+            positions += range(len(content) - 150, len(content))  # the end contains the checksums
         for position in positions:
             shutil.rmtree(work, ignore_errors=True)
             shutil.copytree(path, work)
@@ -163,8 +165,9 @@ def test_the_error_names_file_and_parameter(tmp_path: Path) -> None:
 
 
 def test_nothing_is_flushed_too_late(tmp_path: Path) -> None:
-    """Whatever a published name leads to is on the disk before the rename, and the old data go once it is,
-    too."""
+    """All files reachable from a published name are flushed before the rename, and the old data are removed
+    after the rename is flushed.
+    """
     path = tmp_path / "ckpt"
     done: list[tuple[str, str]] = []
     rename, unlink = os.rename, os.unlink
@@ -189,12 +192,16 @@ def test_nothing_is_flushed_too_late(tmp_path: Path) -> None:
         save(path, 1)
         first, done[:] = done[:], []
         save(path, 2)
-    around = [("fsync", tmp_path.name.split("-")[0])]  # which has the new folder's name
+    # the parent folder, which contains the new folder's name
+    around = [("fsync", tmp_path.name.split("-")[0])]
     files = [("fsync", name) for name in ("__0_0.distcp", "fsdp_c.layout", ".metadata")]
     folders = [("fsync", "fsdp_c"), ("fsync", "ckpt")]
     published = [*files, *folders, ("rename", ".metadata"), ("fsync", "ckpt")]
     assert first == [*around, *published, ("unlink", ".saving.lock")]
-    assert done[:8] == [*published, ("rename", "fsdp_c")]  # of the old data, which are removed then
+    assert done[:8] == [
+        *published,
+        ("rename", "fsdp_c"),
+    ]  # renames the old data, which are removed afterwards
     assert sorted(done[8:]) == [
         ("unlink", name) for name in (".saving.lock", "__0_0.distcp", "fsdp_c.layout")
     ]
@@ -216,7 +223,7 @@ def test_a_folder_that_cannot_be_flushed_is_told_of_once_the_checkpoint_is_there
     ):
         save(path, 2)
     assert loaded_version(path) == 2
-    assert (old / "__0_0.distcp").exists()  # the old data stay: the old name may come back
+    assert (old / "__0_0.distcp").exists()  # the old data stay, as the old name may come back
     save(path, 3)
     assert loaded_version(path) == 3 and not old.exists()
 

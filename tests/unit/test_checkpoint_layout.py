@@ -1,4 +1,4 @@
-"""fsdp_c.layout says what ``.metadata`` says, is used where it is of the same save, and is not believed."""
+"""fsdp_c.layout is equivalent to ``.metadata``, is used only if it is of the same save, and is not trusted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def saved(path: Path, value: float = 3.0) -> Path:
 
 
 def loaded(path: Path) -> float:
-    """What all parameters are, of a load that reads no ``.metadata``."""
+    """Load without reading ``.metadata`` and return the value of all parameters."""
     model, optimizer = trained(0.0)
     with mock.patch.object(metadata._MetadataReader, "read", side_effect=AssertionError("read")):
         checkpoint.load(model, optimizer, path)
@@ -88,7 +88,7 @@ def rewrite(
     rest: Callable[[bytes], bytes] = bytes,
     magic: bytes = layout_file.MAGIC,
 ) -> None:
-    """With another header, or other bytes behind it, and right checksums."""
+    """Rewrite the layout with a changed header or rest, and correct checksums."""
     (layout,) = path.rglob(LAYOUT)
     content = layout.read_bytes()
     (text,) = struct.unpack_from("<Q", content, 16)
@@ -100,7 +100,7 @@ def rewrite(
 
 
 def weight(header: dict[str, Any]) -> dict[str, Any]:
-    """The group of the model's first weight."""
+    """Return the group of the model's first weight."""
     (number,) = [at for at, path in enumerate(header["paths"]) if path == ["model", "0.weight"]]
     (group,) = [group for group in header["groups"] if number in group["keys"]]
     return group

@@ -1,5 +1,4 @@
-"""What stands in a checkpoint besides tensors: saved and read equal, or refused before anything is
-replaced."""
+"""Objects in a checkpoint besides tensors are saved and read equal, or refused before any value is replaced."""
 
 from __future__ import annotations
 
@@ -137,7 +136,7 @@ KEPT = {
 }
 HOLDS_ITSELF: dict[str, Any] = {}
 HOLDS_ITSELF["a"] = HOLDS_ITSELF
-# by what the error names
+# keys: names in the error
 REFUSED = {
     "fractions.Fraction": fractions.Fraction(1, 2),
     "decimal.Decimal": decimal.Decimal(1),
@@ -180,7 +179,7 @@ def model(own: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal, of the same type but for subclasses of dict, with NaN and NaT equal to themselves."""
+    """Return True for equal values of equal types, except subclasses of dict. NaN and NaT equal themselves."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -197,7 +196,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def through(value: Any, path: Path) -> list[Any]:
-    """``value`` as it comes back from extra, from extra state and from a group of the optimizer."""
+    """Return ``value`` as loaded from extra, from extra state and from a group of the optimizer."""
     own, optimizer = model(value)
     optimizer.param_groups[0]["note"] = value
     checkpoint.save(own, optimizer, path, extra={"value": value, "list": [value], "dict": {"a": value}})
@@ -261,7 +260,7 @@ def test_the_error_names_key_type_and_a_way_out_and_the_way_out_works(tmp_path):
         other[0].weight.zero_()
     with pytest.raises(CheckpointError, match=r"extra.point cannot be read \(it names .*add_safe_globals"):
         checkpoint.load(other, None, tmp_path / "a")
-    assert not other[0].weight.any() and before["0.weight"].any()  # extra is read before anything is changed
+    assert not other[0].weight.any() and before["0.weight"].any()  # extra is read before any value is changed
 
 
 NO_ARRAYS = {
@@ -307,7 +306,7 @@ def test_what_torch_saved_with_numpy_loads(value, tmp_path):
 
 
 def archive(data_pkl: bytes) -> bytes:
-    """A file of torch.save with this pickle."""
+    """Return a file of torch.save with this pickle."""
     content = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(content)
     writer.write_record("data.pkl", data_pkl, len(data_pkl))
@@ -317,7 +316,7 @@ def archive(data_pkl: bytes) -> bytes:
 
 
 def called(name: str, *args: Any, state: Any = None) -> bytes:
-    """A pickle that calls what it names, and then sets the state of what came out."""
+    """Return a pickle that calls the named function and then sets the state of its result."""
     arguments = pickle.dumps(args, protocol=2)[2:-1]
     built = b"" if state is None else pickle.dumps(state, protocol=2)[2:-1] + b"b"
     return b"\x80\x02c" + name.replace(":", "\n").encode() + b"\n" + arguments + b"R" + built + b"."

@@ -1,4 +1,4 @@
-"""Boxes of ranges, and pieces as torch.save would write them."""
+"""Boxes of ranges, and pieces as written by torch.save."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_piece_is_what_torch_load_reads_and_a_sound_zip_archive(tensor: Tensor
     path = tmp_path / "pieces"
     with path.open("wb") as file:
         writer = pieces.FileWriter(file)
-        for _ in range(2):  # the second begins anywhere
+        for _ in range(2):  # the second pass begins at any offset
             start, before, crc32 = writer.write_tensor(tensor)
         writer.finish()
     blob = path.read_bytes()[start : writer.size]
@@ -69,7 +69,7 @@ def test_nothing_is_copied_on_the_way() -> None:
 
 
 def brute_force(shape: tuple[int, ...], order: tuple[int, ...] | None) -> list[tuple[int, ...]]:
-    """The index of each element, in memory order."""
+    """Return the index of each element, in memory order."""
     if order is None:
         return list(itertools.product(*map(range, shape)))
     found = []
@@ -132,7 +132,7 @@ def test_a_range_tensor_says_what_it_is_for_when_computed_with() -> None:
 
 
 def random_boxes(shape: tuple[int, ...], rng: random.Random) -> list[Any]:
-    """Boxes of as many elements as the tensor, within it: they tile it, or are moved from there."""
+    """Return boxes inside the tensor with as many elements in all: a tiling, in part moved."""
     boxes = [((0,) * len(shape), shape)]
     for _ in range(rng.randrange(12)):
         at, dim = rng.randrange(len(boxes)), rng.randrange(len(shape))

@@ -1,5 +1,4 @@
-"""What ranks tell each other in a save, and what the first one of them makes of it: for any number of
-ranks."""
+"""Plans that ranks exchange in a save, and their merge, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from fsdp_c.checkpoint.planning import (
 SHAPES = {"in": (96, 40), "out": (40, 96), "experts": (6, 40, 30), "norm": (40,)}
 
 
-ORDERS = {"experts": (1, 2, 0)}  # of dimensions in memory
+ORDERS = {"experts": (1, 2, 0)}  # memory order of dimensions
 
 
 def of_range(shape: tuple[int, ...], start: int, numel: int, order: tuple[int, ...] | None = None) -> Held:
@@ -41,7 +40,9 @@ def of_range(shape: tuple[int, ...], start: int, numel: int, order: tuple[int, .
 
 
 def plans_of(ranks: int, layers: int = 3, replicas: int = 1) -> list[RankPlan]:
-    """Of layers that are units, with state, a step that each holder of a parameter has, and an object."""
+    """Return the plans of layers that are units, with optimizer state, a step per holder of a parameter, and
+    an object.
+    """
     plans = []
     for rank in range(ranks):
         layout = _C.FlatLayout(
@@ -146,7 +147,7 @@ def test_what_ranks_do_not_hold_together_is_refused_by_name(parts: list[Held | N
 
 
 def calls_of(work: Callable[[], object]) -> int:
-    """How many functions are called, those of C included."""
+    """Return the number of function calls in ``work``, C functions included."""
     count = 0
 
     def called(frame: FrameType, event: str, argument: object) -> None:

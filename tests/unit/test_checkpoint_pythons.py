@@ -1,4 +1,4 @@
-"""Checkpoints between versions of Python, whose pickles of enum members and paths differ."""
+"""Checkpoints between versions of Python, which pickle enum members and paths differently."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fsdp_c.checkpoint.contents import BytesEntry, TensorEntry
 from fsdp_c.checkpoint.folder import METADATA
 from fsdp_c.checkpoint.storage import read_checkpoint
 
-# pickles of one Metadata in base64; the Pythons but 3.11 had no torch, only classes of the same names
+# Pickles of one Metadata in base64. Only Python 3.11 had torch; the others had classes of the same names.
 RECORDED = json.loads(Path(__file__).with_name("recorded_metadata.json").read_text())
 
 

@@ -1,4 +1,4 @@
-"""Threads of a load: which error is told, what tensors that share memory hold, how much is under way."""
+"""Threads of a load: the reported error, tensors that share memory, and the bytes in flight."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def saved(path: Path, model: nn.Module | None = None) -> Path:
 
 
 def slow(where: set[int]) -> Any:
-    """Reads of these numbers take their time, so that those after them are over before."""
+    """Delay the reads of these numbers, so that later ones finish first."""
     read, numbers, lock = storage._read_into, iter(range(10**6)), threading.Lock()
 
     def later(*args: Any) -> None:
@@ -131,7 +131,7 @@ def test_no_more_is_under_way_than_the_bound(tmp_path: Path) -> None:
         finish(*args)
         given_back[0] += 1
 
-    model = model_of(0).double()  # so that nothing is read into place
+    model = model_of(0).double()  # another dtype, so that nothing is read into place
     with (
         mock.patch.object(storage, "_empty", counted),
         mock.patch.object(storage, "_finish", noted),

@@ -1,4 +1,4 @@
-"""Checkpoints side by side: which is the newest, and which are removed."""
+"""Series of checkpoints: selection of the newest, and removal of old ones."""
 
 from __future__ import annotations
 

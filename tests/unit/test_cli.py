@@ -1,4 +1,4 @@
-"""python -m fsdp_c: scripts that are run unmodified, and arguments that are not understood."""
+"""python -m fsdp_c: unmodified scripts, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("split", [True, False])
 def test_split_frozen_before_a_script_keeps_frozen_parameters_apart(tmp_path: Path, split: bool) -> None:
-    """Also in processes that it spawns; after it the flag is the script's."""
+    """The flag also applies to processes that the script spawns. After the script's name it is the script's
+    own.
+    """
     (tmp_path / "script.py").write_text(SPLITTING)
     flag = "--split-frozen"
     done = call(*([flag, "script.py", "x"] if split else ["script.py", flag]), cwd=tmp_path)
@@ -122,7 +124,7 @@ FAILING = "import sys\nprint(__name__, __package__, sys.argv)\nimport nowhere\n"
 def test_module_is_run_as_python_runs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process: what it raises is raised, also where it looks like a module that is not there."""
+    """The module runs in this process and its exceptions propagate, here a ModuleNotFoundError of another name."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "train.py").write_text(FAILING)
@@ -163,7 +165,7 @@ def test_env_says_why_cuda_kernels_are_not_used_and_what_is_missing(monkeypatch:
 
 
 def test_a_checkout_without_the_extension_says_what_to_do(tmp_path: Path) -> None:
-    """It hides an installed fsdp_c from whoever starts Python there."""
+    """Such a checkout hides an installed fsdp_c if Python is started in it."""
     package = Path(fsdp_c.__path__[0])
     shutil.copytree(package, tmp_path / "fsdp_c", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     program = (

@@ -1,5 +1,4 @@
-"""torch._dynamo takes a second to import: it comes with torch.compile alone, and knows of units made
-before."""
+"""torch._dynamo, slow to import, is imported by torch.compile only. It then skips frames of existing units."""
 
 from tests.processes import output_of_python
 

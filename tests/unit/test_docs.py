@@ -1,6 +1,6 @@
-"""The pages say what is there: files, functions, states and links that they name exist.
+"""Names in the documentation exist: files, functions, states and links.
 
-Each check takes a tree and returns its violations, so that a planted one shows that it can fail.
+Each check takes a tree and returns its violations, so that planted violations can test the check.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ def sources(root: Path) -> Iterator[Path]:
 
 
 def pages(root: Path) -> list[Path]:
-    """The pages that describe the project as it is; the change log speaks of the past as well."""
+    """Return the pages that describe the current project: all but the change log."""
     return [path for path in sources(root) if path.suffix == ".md" and path.name != "CHANGELOG.md"]
 
 
 def file_violations(root: Path) -> list[str]:
-    """Files and folders that a page names and that are not there; first folders may be left out. Results name
-    what was there on their day."""
+    """Return names of missing files and folders in pages. First folders may be omitted. Results may name
+    files of their day.
+    """
     there = [f"/{path.relative_to(root).as_posix()}" for path in sources(root)]
     return [
         f"{page.relative_to(root)} names {name}, which is not there"
@@ -48,7 +49,7 @@ def file_violations(root: Path) -> list[str]:
 
 
 def function_violations(root: Path) -> list[str]:
-    """Functions that docs/architecture.md names as ``name()`` and that no source defines or calls."""
+    """Return functions named as ``name()`` in docs/architecture.md that no source defines or calls."""
     text = "\n".join(path.read_text() for path in sources(root) if path.suffix in (".c", ".h", ".cu", ".py"))
     known = set(re.findall(r"\b(\w+)\(", text))
     named = re.findall(r"\b(\w+)\(\)", (root / "docs" / "architecture.md").read_text())
@@ -56,7 +57,7 @@ def function_violations(root: Path) -> list[str]:
 
 
 def tables_of_states(root: Path) -> dict[str, dict[str, set[str]]]:
-    """The transitions of each table in C, as ``name in file``: from each state to which."""
+    """Return the transitions of each table in C, by ``name in file``: the target states of each state."""
     found = {}
     for path in sorted((root / "csrc").rglob("*.c")):
         text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
@@ -71,7 +72,7 @@ def tables_of_states(root: Path) -> dict[str, dict[str, set[str]]]:
 
 
 def state_violations(root: Path) -> list[str]:
-    """Tables of legal transitions that docs/architecture.md does not show as they are in C."""
+    """Return tables of legal transitions that docs/architecture.md shows differently from C."""
     page = (root / "docs" / "architecture.md").read_text()
     shown = {
         title: {
@@ -91,13 +92,13 @@ def state_violations(root: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link may point to in a page: its headings as GitHub writes them."""
+    """Return the anchors of a page: its headings in GitHub's spelling."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def link_violations(root: Path) -> list[str]:
-    """Links inside the repository that lead to no file, or to no heading."""
+    """Return links inside the repository to missing files or headings."""
     found = []
     for page in pages(root):
         for target in LINK.findall(page.read_text()):
@@ -114,7 +115,7 @@ SOUND = {
     "csrc/unit.c": "void reduce(void);\nconst bool allowed[STATES][STATES] = {[USE_IDLE] = {[USE_BUSY] = true}};\n",
     "README.md": "[page](docs/architecture.md) and `csrc/`\n",
 }
-CHECKS: list[tuple[Callable[[Path], list[str]], str, str]] = [  # and a violation of each
+CHECKS: list[tuple[Callable[[Path], list[str]], str, str]] = [  # checks, each with a violation
     (file_violations, "README.md", "`csrc/gone.c`\n"),
     (file_violations, "docs/other.md", "```\nreduce()  in csrc/gone.c\n```\n"),
     (function_violations, "docs/architecture.md", "`reduced()`\n"),

@@ -1,4 +1,4 @@
-"""What examples/train_lm.py says to input that is no use, and which pieces of a text it shows to whom."""
+"""Messages of examples/train_lm.py for unusable input, and the distribution of its text to ranks."""
 
 import sys
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_bad_flags_are_named(flags: list[str], message: str, capsys: pytest.Capt
 
 
 def write_checkpoint(folder: Path) -> Path:
-    """What makes a folder look like a complete checkpoint."""
+    """Make a folder look like a complete checkpoint."""
     folder.mkdir(parents=True)
     (folder / ".metadata").touch()
     return folder
@@ -64,7 +64,7 @@ def test_an_existing_run_is_kept_unless_asked_otherwise(tmp_path: Path) -> None:
     open_folder(tmp_path, resumed=checkpoint, resume=str(checkpoint))
     assert checkpoint.exists()
     (tmp_path / "step-000004").mkdir()
-    (tmp_path / "step-000004" / ".saving.lock").touch()  # of a save that was killed
+    (tmp_path / "step-000004" / ".saving.lock").touch()  # left by a killed save
     open_folder(tmp_path, overwrite=True)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""Models of fake tensors, which have no memory, are wrapped and stepped: any size on one machine."""
+"""Models of fake tensors, which have no memory, can be wrapped and stepped: any size on one machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fake_ranks() -> Iterator[None]:
 
 
 def stepped(cls: Any, use_orig_params: bool, precision: str) -> list[Any]:
-    """The shapes and dtypes that two steps leave."""
+    """Return the shapes and dtypes after two steps."""
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = cls(
@@ -67,7 +67,7 @@ def test_steps_of_fake_tensors_have_torchs_shapes(use_orig_params: bool, precisi
 @both_views
 @pytest.mark.usefixtures("fake_ranks")
 def test_a_first_forward_of_real_parameters_under_the_mode_is_refused(use_orig_params: bool) -> None:
-    """What it made would be read as if it had memory."""
+    """The results of such a forward would be used as if they had memory."""
     module = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
     model = FullyShardedDataParallel(module, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():

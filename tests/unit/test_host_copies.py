@@ -1,4 +1,6 @@
-"""Copies of what is saved in the background: equal to what was there, in one memory, whatever is done to it."""
+"""Host copies for background saves are equal to the saved values, in one buffer, whatever happens to the
+values later.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Every CPU kernel gives torch's own result, bit for bit: all dtypes, special values, strides, instruction
-sets."""
+"""Every CPU kernel gives bitwise torch's result: all dtypes, special values, strides and instruction sets."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_c import _C  # registers the ops
+from fsdp_c import _C  # registers the operators
 from fsdp_c.training.grad_clipping import _local_norm, scale
 
 OPS = torch.ops.fsdp_c
@@ -54,7 +53,7 @@ SPECIAL += [
 
 
 def values(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normal numbers over 60 binary orders of magnitude with special values strewn among them."""
+    """Return normal numbers over 60 binary orders of magnitude, mixed with special values."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(numel, dtype=torch.float64, generator=generator)
     numbers *= 2.0 ** torch.randint(-40, 20, (numel,), generator=generator)
@@ -64,7 +63,7 @@ def values(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    """Equal dtype, shape and bits; a NaN may be any NaN."""
+    """Assert equal dtype, shape and bits. NaNs may have different bits."""
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     assert torch.equal(actual.isnan(), expected.isnan())
     integers = BITS[actual.element_size()]
@@ -96,8 +95,9 @@ def test_cast_of_all_16_bit_numbers(source: torch.dtype, target: torch.dtype) ->
 @pytest.mark.parametrize("source", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=str)
 def test_cast_to_16_bits_around_every_tie(source: torch.dtype, target: torch.dtype) -> None:
-    """Next to a tie, float64 rounds to the tie in float32: what comes out depends on whether torch goes that
-    way."""
+    """Next to a tie float64 rounds to the tie in float32: the result shows whether the kernel rounds twice
+    like torch.
+    """
     exact = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(target).to(source)
     exact = exact[exact.isfinite()]
     step = (exact.to(target).view(torch.int16) + 1).view(target).to(source) - exact
@@ -121,7 +121,7 @@ def test_accumulate_rounds_quotient_cast_and_sum(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("number", [torch.float32, torch.float64], ids=str)
-# the last is next to a tie
+# the last coefficient is next to a tie
 @pytest.mark.parametrize("coefficient", [0.3, 1.0, 0.0, math.nan, 1 + 2**-11 + 2**-40])
 def test_clip_multiplies_by_the_coefficient_in_the_tensors_dtype(
     dtype: torch.dtype, coefficient: float, number: torch.dtype
@@ -174,7 +174,8 @@ def test_pack_gradients_casts_divides_and_zeroes_the_gaps(
     gap, offsets, expected = 5, [], []
     for grad in grads:
         offsets.append(sum(part.numel() for part in expected) + gap)
-        # contiguous, as what FSDP1 casts: others torch's kernels for SVE round once from float64 to float16
+        # contiguous, like the tensors that FSDP1 casts: torch's SVE kernels round others once from float64 to
+        # float16
         flat = grad.reshape(-1).contiguous().to(target)
         expected += [torch.zeros(gap, dtype=target), flat if divisor == 1.0 else flat / divisor]
     expected.append(torch.zeros(3, dtype=target))
@@ -185,7 +186,9 @@ def test_pack_gradients_casts_divides_and_zeroes_the_gaps(
 
 @pytest.mark.parametrize("seed", range(40))
 def test_pack_reads_random_strides_however_threads_cut_them(seed: int) -> None:
-    """Parts of tensors in any order of their dimensions, some expanded, with gaps before, between and behind."""
+    """The tensors' dimensions are in any memory order, some are expanded, and gaps precede, separate and
+    follow elements.
+    """
     draw, grads, offsets, expected = random.Random(seed), [], [], []
     for _ in range(draw.randint(1, 4)):
         ndim = draw.randint(0, 4)
@@ -225,7 +228,7 @@ def test_pack_cut_beside_the_end_of_a_tensor(behind: int, gap: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", [0.0, 1.0, 1.5, 2.0, 3.0, math.inf])
 def test_norm_of_norms_equals_that_of_vector_norm(dtype: torch.dtype, p: float) -> None:
-    """Norms of many lengths, tails and magnitudes."""
+    """Norms are of many lengths, tails and magnitudes."""
     torch.manual_seed(0)
     arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
     numels = [*range(1, 35), 63, 64, 65, 100, 1000, 1023, 1024, 1025, 2049, 4097, 40_000, 70_001]
@@ -286,7 +289,7 @@ def test_unscale_leaves_an_earlier_finding() -> None:
 
 
 def on_threads(call: Callable[[], Any], counts: tuple[int, ...] = (1, 2)) -> list[Any]:
-    """The results of ``call`` with each number of threads."""
+    """Return the results of ``call`` with each number of threads."""
     threads = torch.get_num_threads()
     try:
         return [(torch.set_num_threads(count), call())[1] for count in counts]
@@ -294,11 +297,11 @@ def on_threads(call: Callable[[], Any], counts: tuple[int, ...] = (1, 2)) -> lis
         torch.set_num_threads(threads)
 
 
-NUMBERED = [1.0, 4.0, 3.3]  # no division, one by an exact inverse, a real one
+NUMBERED = [1.0, 4.0, 3.3]  # no division, a division with an exact reciprocal, and one without
 
 
 def everything(dtype: torch.dtype, other: torch.dtype) -> list[Tensor]:
-    """What all kernels make of a pair of dtypes."""
+    """Return the results of all kernels for a pair of dtypes."""
     made = []
     for numel, divisor in itertools.product([1031, 40_003], NUMBERED):
         tensor, target = values(numel, dtype), values(numel, other, seed=1)

@@ -1,5 +1,6 @@
-"""FlatLayout against literals, torch.chunk, and torch's own FlatParamHandle; tests/native/test_fuzz_layout.c walks
-single elements."""
+"""FlatLayout compared with literals, torch.chunk, and torch's FlatParamHandle.
+tests/native/test_fuzz_layout.c compares single elements.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingSt
 
 from fsdp_c._C import FlatLayout
 
-# an example may take long beside other work, and what is drawn is the same each time
+# no deadline, as an example may take long on a busy machine; fixed examples in every run
 settings.register_profile(
     "fsdp_c", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -74,7 +75,7 @@ def upstream_flat_param(
     use_orig_params: bool,
     param_dtype: torch.dtype,
 ) -> Any:
-    """The sharded flat parameter that torch's FSDP1 makes of fp32 parameters of these sizes."""
+    """Return the sharded flat parameter that torch's FSDP1 makes of fp32 parameters of these sizes."""
     module = nn.Module()
     for index, numel in enumerate(numels):
         module.register_parameter(f"p{index}", nn.Parameter(torch.zeros(numel)))
@@ -95,7 +96,7 @@ def upstream_flat_param(
 
 
 @given(
-    NUMELS.filter(any),  # torch asserts on a unit without elements
+    NUMELS.filter(any),  # torch fails an assertion for a unit without elements
     st.integers(1, 7),
     st.data(),
     st.booleans(),
@@ -194,7 +195,7 @@ def test_layout_and_its_type_are_immutable() -> None:
 
 
 def test_what_a_layout_lists_is_made_once() -> None:
-    """A loop over n parameters that asks for the list of all in each pass takes n steps, not their square."""
+    """Lists are cached: a loop over n parameters that reads the list in each pass takes linear time."""
     layout = FlatLayout([3, 0, 5], 4, 2, 1, True)
     for name in ("param_numels", "param_offsets", "numels_with_padding", "is_padding_mask"):
         assert getattr(layout, name) is getattr(layout, name)

@@ -1,5 +1,6 @@
-"""Operators of torch in the place of the kernels: the same bits through the same ops, whatever dtypes and
-strides."""
+"""torch's operators in place of the kernels give the same bits through the same ops, for all dtypes and
+strides.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ NUMELS = [0, 1, 1031]
 
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], tuple[Any, Any]]:
-    """What a call gives by torch's operators, and by the kernels."""
+    """Return a function that runs a call with torch's operators and with the kernels."""
 
     def call(run: Callable[[], Any]) -> tuple[Any, Any]:
         with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""torch.ops.fsdp_c.*: schemas, fake tensors, compilation, and what is refused and how."""
+"""torch.ops.fsdp_c.*: schemas, fake tensors, compilation and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large pages under large tensors: a hint to the system, given for whole pages alone."""
+"""Large pages for large tensors: an advice to the system, given for whole pages only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def wants_large_pages(address: int) -> bool:
-    """Whether the mapping that holds ``address`` was advised so."""
+    """Return True if the mapping that contains ``address`` was advised to use large pages."""
     for mapping in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", MAPS.read_text())[1:]:
         start, end = (int(one, 16) for one in mapping.split(" ", 1)[0].split("-"))
         if start <= address < end:

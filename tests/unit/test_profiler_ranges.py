@@ -1,4 +1,4 @@
-"""The ranges of a step in torch's profiler have upstream's names, and only while a profiler is on."""
+"""A step's ranges in torch's profiler have upstream's names, and exist only while a profiler is on."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ NAME = "FullyShardedDataParallel"
 _group = fake_ranks(0, 2)
 
 
-UNITS, CALLS = 3, 4  # units with parameters; forwards of a step, which the root has too
+UNITS, CALLS = 3, 4  # units with parameters, and forwards of a step, the root's included
 
 
 def ranges_of_a_step(fsdp: type = FullyShardedDataParallel, **arguments: object) -> dict[str, int]:
@@ -44,8 +44,9 @@ def ranges_of_a_step(fsdp: type = FullyShardedDataParallel, **arguments: object)
     ids=["default", "no limit", "prefetch", "no prefetch"],
 )
 def test_a_step_shows_upstreams_ranges_as_often_as_upstream(arguments: dict[str, Any]):
-    """But two: what precedes a root's forward is shown for the root alone, and the limiter's range at every
-    gather."""
+    """Two ranges differ: the root's pre-forward range appears for the root only, and the limiter's at every
+    all-gather.
+    """
     theirs, ours = ranges_of_a_step(UpstreamFSDP, **arguments), ranges_of_a_step(**arguments)
     assert theirs.pop(f"{NAME}._root_pre_forward") == CALLS and ours.pop(f"{NAME}._root_pre_forward") == 1
     assert bool(theirs.pop(f"{NAME}.rate_limiter", 0)) == bool(ours.pop(f"{NAME}.rate_limiter", 0))
@@ -58,7 +59,7 @@ def test_limiter_has_its_range_at_each_gather_once_units_have_been_freed():
 
 
 def test_ranges_end_with_the_profiler():
-    """One that is switched on between two forwards sees the second alone."""
+    """A profiler that is switched on between two forwards records the second one only."""
     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
     for _ in range(2):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -1,4 +1,4 @@
-"""The API reference has every public name, each with a docstring; the site is built without a warning."""
+"""The API reference contains every public name, each with a docstring, and the site builds without a warning."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MODULES = [importlib.import_module(name) for name in ("fsdp_c", *REFERENCE["MODU
 
 
 def is_ours(value: Any) -> bool:
-    """Not one of torch's own objects, which are public here under the same name."""
+    """Return False for torch's own objects, which are public here under the same name."""
     return (getattr(value, "__module__", None) or "").startswith("fsdp_c")
 
 
 def public_names(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """What users see of a module, and of its own classes: (name as the page has it, object)."""
+    """Yield the public names of a module and of its own classes: (name as on the page, object)."""
     names = dir(module) if module is fsdp_c else getattr(module, "__all__", None)
     if names is None:
         names = [name for name, value in vars(module).items() if is_ours(value)]

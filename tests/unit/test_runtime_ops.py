@@ -1,5 +1,6 @@
-"""torch.ops.fsdp_c.unshard, reshard and unshard_views: a unit's operations as operators, by the id of its
-handle."""
+"""torch.ops.fsdp_c.unshard, reshard and unshard_views: operations of a unit as operators, by the id of its
+handle.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def layers() -> nn.Module:
 
 
 def sharded(**arguments: Any) -> Any:
-    """A unit of three parameters, one of them channels_last; on a group of one rank nothing is split."""
+    """Return a unit of three parameters, one of them channels_last. Its group has one rank, so nothing is
+    split.
+    """
     options = {"use_orig_params": True, "device_id": torch.device("cpu")} | arguments
     return FullyShardedDataParallel(layers(), **options)
 
@@ -52,7 +55,7 @@ def flat(handle: Any) -> Tensor:
 
 
 def sliced(handle: Any, full: Tensor) -> list[Tensor]:
-    """The views by plain slicing, from the layout alone."""
+    """Return the views by plain slicing, from the layout only."""
     metadata = handle.flat_param
     views = []
     for offset, numel, shape, stride in zip(

@@ -1,4 +1,4 @@
-"""Names, arguments, defaults and members of torch's FSDP1, beside those of fsdp_c."""
+"""Names, arguments, defaults and members of torch's FSDP1, compared with those of fsdp_c."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ OF_EVERY_OBJECT = {*vars(object), *vars(Enum), *vars(type("Plain", (), {}))} - {
 
 
 def function_of(value: Any) -> Any:
-    """The function of a static or class method."""
+    """Return the function of a static or class method."""
     return getattr(value, "__func__", value)
 
 
 def arguments(value: Any) -> list[tuple[Any, ...]] | None:
-    """Name, kind and default of each argument; ``self`` is positional in C. None where there are none to read."""
+    """Return name, kind and default of each argument; ``self`` is positional in C. None if there is no
+    signature.
+    """
     if not inspect.isroutine(function_of(value)):
         return None
     found = inspect.signature(function_of(value)).parameters.values()
@@ -36,7 +38,7 @@ def is_plain(value: Any) -> bool:
 
 
 def differences(module: str) -> Iterator[str]:
-    """What ours lacks of a public module of torch, and what takes other arguments or has another value."""
+    """Yield names of a public module of torch that fsdp_c lacks, or that have other arguments or values."""
     theirs, ours = (importlib.import_module(name) for name in (f"{FSDP}.{module}", OURS[f"{FSDP}.{module}"]))
     for name, value in vars(theirs).items():
         if getattr(value, "__module__", None) != theirs.__name__:

@@ -1,5 +1,6 @@
-"""What stands in for torch's FSDP1 where there is none, beside torch's own: the same names, values and
-answers."""
+"""Replacements of FSDP1's helpers for a torch without FSDP1, compared with torch's own: equal names, values
+and results.
+"""
 
 from __future__ import annotations
 
@@ -250,7 +251,9 @@ def test_modules_stand_under_torchs_names_once_they_are_asked_for() -> None:
 
 
 def test_a_module_that_torch_still_has_is_torchs() -> None:
-    """As FSDP2 takes helpers from one of FSDP1's modules, which may outlive the others."""
+    """torch's module is used if it exists: FSDP2 imports helpers from one of FSDP1's modules, which may
+    outlive the others.
+    """
     output_of_python(
         "-c",
         "import sys, types\n"

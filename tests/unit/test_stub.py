@@ -18,14 +18,14 @@ SOURCES = {
 
 
 def declared_keywords(name: str) -> list[str]:
-    """The arguments of a class's constructor in the stub."""
+    """Return the arguments of a class's constructor in the stub."""
     methods = [node for node in CLASSES[name].body if isinstance(node, ast.FunctionDef)]
     (made,) = (method for method in methods if method.name in ("__init__", "__new__"))
     return [arg.arg for arg in [*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs]][1:]
 
 
 def parsed_keywords(name: str) -> list[str]:
-    """The arguments that the constructor in C parses: the first table of names in the type's file."""
+    """Return the arguments parsed by the constructor in C: the first table of names in the type's file."""
     source = (ROOT / "csrc" / "python" / SOURCES[name]).read_text()
     table = re.search(r"static char \*names\[\] = \{(.*?)NULL\}", source, re.DOTALL)
     assert table, f"{SOURCES[name]} has no table of argument names"

@@ -1,4 +1,4 @@
-"""``fsdp_c.summary``, ``print(model)`` and the log of units: what they show, and what they refuse."""
+"""``fsdp_c.summary``, ``print(model)`` and the log of units: output and errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class Net(nn.Module):
 
 
 def test_sizes_are_those_counted_by_hand() -> None:
-    """10 x 10 elements are aligned to 8 of bfloat16, 10 follow, and 114 are padded to 4 ranks."""
+    """10 x 10 elements are aligned to 8 of bfloat16, the 10 of the bias follow, and the 114 are padded for 4
+    ranks.
+    """
     model = FSDP(nn.Sequential(nn.Linear(10, 10)), mixed_precision=BF16, use_orig_params=True)
     whole = fsdp_c.summary(model)
     (unit,) = whole.units

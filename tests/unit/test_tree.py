@@ -1,4 +1,4 @@
-"""Finding, moving and casting tensors in what a module takes and returns."""
+"""Finding, moving and casting tensors in the inputs and outputs of a module."""
 
 import collections
 import dataclasses
@@ -36,7 +36,7 @@ class Slotted:
 
 
 class Odd(dict):
-    """A dict subclass with a constructor of its own."""
+    """A dict subclass with its own constructor."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -92,8 +92,9 @@ def test_inputs_that_need_nothing_are_returned_as_they_are_since_torch_2_14(monk
 
 
 def shared_after(version, dtype, monkeypatch):
-    """Which containers of the inputs are still the caller's: a list, a dict in a tuple, an empty list, an
-    object."""
+    """Return True for each container of the inputs that is still the caller's: a list, a dict in a tuple, an
+    empty list, an object.
+    """
     monkeypatch.setattr(torch, "__version__", version)
     one, empty, record = [torch.ones(1), Pair(1, {"x": [3]})], [], Record(torch.ones(1, dtype=torch.int64))
     (new, other), kwargs = tree.convert_inputs((one, empty), {"record": record}, torch.device("cpu"), dtype)

@@ -1,4 +1,4 @@
-"""Auto wrapping: which modules become units, with which arguments, and what is refused."""
+"""Auto wrapping: the chosen modules, their arguments, and errors."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_custom_policy_overrides_the_arguments_of_the_root() -> None:
     ids=["classes", "custom", "transformer", "lambda", "size", "compiled"],
 )
 def test_a_policy_that_chooses_a_compiled_module_makes_it_a_unit(policy: object) -> None:
-    """As the compiled module calls the one inside past any unit."""
+    """The compiled module calls the original one directly, without any unit around it."""
     model = Model()
     model.blocks = nn.ModuleList(torch.compile(Block(), backend="eager") for _ in range(2))
     blocks = list(model.blocks)
