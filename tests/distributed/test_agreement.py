@@ -1,4 +1,4 @@
-"""Ranks that wrap different models hear of it before the first collective, all of them."""
+"""If ranks wrap different models, all ranks raise an error before the first collective."""
 
 from __future__ import annotations
 
@@ -100,13 +100,15 @@ def test_every_rank_is_told_the_first_difference(rank: int, what: str) -> None:
     with pytest.raises(RuntimeError, match="^ranks wrap different models") as found:
         model(X)
     assert message in str(found.value)
-    dist.barrier()  # nothing is left unpaired
+    dist.barrier()  # all collectives are paired
     per_block()(X)
 
 
 @on_ranks(4)
 def test_one_replica_among_four_ranks_is_named_by_all(rank: int) -> None:
-    """Over a shard group and its replicas each rank hears of a difference in a group that it is not in."""
+    """Each rank learns of a difference in any group, also in one without it, through shard and replicate
+    groups.
+    """
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     arguments = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
     model = per_block(net_with(wider) if rank == 2 else None, **arguments)
@@ -117,7 +119,7 @@ def test_one_replica_among_four_ranks_is_named_by_all(rank: int) -> None:
 
 
 class Experts(nn.Module):
-    """One more expert on each rank than on the one before: the modules after them have other names there."""
+    """A model with one more expert on each following rank, so that later modules have different names there."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -132,7 +134,7 @@ class Experts(nn.Module):
 def with_experts(rank: int, which: str) -> tuple[Experts, dict[str, Any]]:
     torch.manual_seed(3)
     model = Experts(rank + 1)
-    for expert in model.experts:  # the rest is to be the same on all ranks
+    for expert in model.experts:  # all other parameters are equal on all ranks
         nn.init.eye_(expert.weight)
     torch.manual_seed(4)
     for layer in (model.layers[0], model.layers[-1]):
@@ -203,7 +205,7 @@ def test_ranks_of_which_only_some_send_their_values_are_named_by_all(
     rank: int, strategy: str, with_it: tuple[int, ...]
 ) -> None:
     mesh = init_device_mesh(device().type, (2, 2)) if strategy == "HYBRID_SHARD" else None
-    torch.manual_seed(1)  # what differs is the argument alone
+    torch.manual_seed(1)  # only the argument differs
     with pytest.raises(RuntimeError) as found:
         arguments = {"sharding_strategy": ShardingStrategy[strategy], "device_mesh": mesh}
         per_block(sync_module_states=rank in with_it, **arguments)(X)
@@ -228,7 +230,7 @@ def test_ranks_that_send_their_values_compare_that_once_per_tree() -> None:
 
 @on_ranks(2)
 def test_units_over_part_of_the_ranks_may_differ(rank: int, world_size: int) -> None:
-    """Each rank has an expert of its own size, in a group of its own, whose gradients are not averaged."""
+    """Each rank has an expert of its own size, in a group of one rank, so its gradients are not averaged."""
     groups = [dist.new_group([other]) for other in range(world_size)]
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH))
@@ -266,7 +268,7 @@ def test_plans_are_compared_once_and_again_when_they_have_changed(strategy: str)
 
 @on_ranks(2)
 def test_looking_at_parameters_compares_nothing(rank: int) -> None:
-    """Where nothing is sharded one rank alone may save; it must not wait for the others."""
+    """Under NO_SHARD a single rank may save: it must not wait for the others."""
     model = per_block(sharding_strategy=ShardingStrategy.NO_SHARD)
     if rank == 0:
         assert set(model.state_dict()) == set(Net().state_dict())
@@ -289,7 +291,7 @@ def test_group_that_sends_nothing_agrees(rank: int, world_size: int) -> None:
     model, heard = (per_block(Net(3 + rank)) for _ in range(2))
     garbage = [
         bytes([other]) * agreement.DIGEST_NBYTES for other in range(world_size)
-    ]  # what was in the memory
+    ]  # uninitialized memory
     with mock.patch.object(agreement, "_gather", return_value=garbage) as gather:
         agreement.agree(model, list(units_with_paths(model)), None)
     assert gather.called

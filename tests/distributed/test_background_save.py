@@ -1,5 +1,4 @@
-"""Saves in the background: the bytes of the foreground, whatever training does meanwhile, and its
-promises."""
+"""Background saves: equal bytes to foreground saves, whatever training does meanwhile, and their guarantees."""
 
 from __future__ import annotations
 
@@ -30,12 +29,12 @@ from tests.checkpoints import loaded_version
 from tests.distributed.test_checkpoint import assert_same_tensors, folder_of_ranks
 from tests.ranks import both_views, device, on_ranks
 
-WIDTH = 640  # shards above 1 MiB
+WIDTH = 640  # shards are larger than 1 MiB
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class Counting(nn.Module):
-    """A buffer that a forward changes, and extra state that is changed in place."""
+    """A module with a buffer changed by its forward, and with extra state changed in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +74,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> float:
 
 
 def values(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Copies of this rank's part of everything."""
+    """Return copies of this rank's shards of all values."""
     state = checkpoint.optim_state(model, optimizer)["state"]
     found = checkpoint.model_state(model) | {
         f"{n}.{s}": v for n, own in state.items() for s, v in own.items()
@@ -89,7 +88,7 @@ def values(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tens
 
 @contextmanager
 def held_back() -> Iterator[threading.Event]:
-    """Nothing is written until the event is set."""
+    """Delay all writes until the event is set."""
     may_write = threading.Event()
     write = writing.Writer.write
 
@@ -170,7 +169,7 @@ def test_the_memory_of_the_copies_is_used_again():
     folder = folder_of_ranks()
     model, optimizer = made()
     step(model, optimizer, 0)
-    _host_copies.memory = None  # which an earlier test may have needed more of
+    _host_copies.memory = None  # an earlier test may have needed a larger buffer
     places = []
     for version in range(3):
         checkpoint.save(model, optimizer, folder / str(version), background=True)
@@ -303,7 +302,7 @@ if what == "signal":
 if what == "_exit":
     os._exit(4)
 """
-ENDS = {  # how a rank ends: its exit status, what is there then
+ENDS = {  # end of a rank: (its exit status, the checkpoint left)
     "exit": (0, 2),
     "destroy": (0, 2),
     "sys.exit": (3, 2),
@@ -316,7 +315,7 @@ ENDS = {  # how a rank ends: its exit status, what is there then
 
 
 def ended(folder: Path, how: str) -> list[tuple[int, str]]:
-    """Exit status of both ranks, and what they said."""
+    """Return exit status and error output of both ranks."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT]
     ranks = [

@@ -1,5 +1,6 @@
-"""fsdp_c.checkpoint on ranks: any number of them, any wrapping, torch's FSDP1 and FSDP2 both ways, no
-exchange."""
+"""fsdp_c.checkpoint on ranks: any number of ranks, any wrapping, exchange with torch's FSDP1 and FSDP2, and
+no communication of tensors.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def made(
 
 
 def adamw(model: nn.Module, groups: int = 2) -> torch.optim.Optimizer:
-    """Two groups, so that which parameter is in which matters; one where the wrapping changes."""
+    """Return AdamW with two groups, so that the assignment of parameters to groups matters; one group if the
+    wrapping changes.
+    """
     params = list(model.parameters())
     split = [{"params": params[:1], "lr": 0.02}, {"params": params[1:]}]
     return torch.optim.AdamW(split if groups == 2 else [{"params": params, "lr": 0.02}], lr=0.01)
@@ -84,7 +87,7 @@ def full_optim(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def write_full(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """What the checkpoint must hold, in plain tensors, for ranks of another test body."""
+    """Write the expected content of the checkpoint as plain tensors, for the ranks of another test body."""
     expected = {"model": full_model(model), "optim": full_optim(model, optimizer)}
     if dist.get_rank() == 0:
         torch.save(expected, folder / "expected.pt")
@@ -109,7 +112,7 @@ def assert_holds(folder: Path, model: Any, optimizer: torch.optim.Optimizer | No
 
 
 def folder_of_ranks() -> Path:
-    """A folder that all ranks of a body share."""
+    """Return a new folder shared by all ranks of a body."""
     told = [tempfile.mkdtemp(prefix="checkpoint-")]
     dist.broadcast_object_list(told, src=0)
     return Path(told[0])
@@ -134,7 +137,7 @@ def body_load(rank: int, world_size: int, folder: str, groups: int = 2, **option
     assert extra["nested"]["name"] == "x" and torch.equal(
         extra["nested"]["tensor"], torch.arange(4, device="cpu")
     )
-    train(model, optimizer, steps=1)  # with the state as it came
+    train(model, optimizer, steps=1)  # with the loaded state
 
 
 def across(tmp_path: Path, saving: int, loading: int, save: dict[str, Any], load: dict[str, Any]) -> None:
@@ -212,8 +215,9 @@ TENSOR_COLLECTIVES += ["reduce_scatter_tensor", "send", "recv"]
 
 
 class Counted:
-    """Counts c10d's functions by who called: those that send objects, and tensors that are not part of
-    them."""
+    """Counts calls of c10d's functions by caller: those that send objects, and those that send tensors of
+    their own.
+    """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -257,13 +261,14 @@ def test_saving_and_loading_send_objects_only_and_few():
     path = folder_of_ranks() / "ckpt"
     with Counted() as calls, torch.autograd.profiler.profile() as profile:
         checkpoint.save(model, optimizer, path)
-        # agreement, plans, that all have written and what, that it is published
+        # agreement, plans, results of all writes, publication
         assert calls == {"all_gather_object": 4, "gather_object": 1}
-    # what gloo itself was asked for: sizes and bytes of these objects
+    # gloo's own operations: sizes and bytes of these objects
     assert 0 < sum(event.count for event in profile.key_averages() if event.key.startswith("gloo:")) <= 12
     with Counted() as calls:
         checkpoint.load(model, optimizer, path)
-        # agreement that all is sound and fits, that all tensors are read, and that modules have taken their extra state
+        # agreement that all ranks are valid and fit, that all tensors are read, and that modules have loaded
+        # their extra state
         assert calls == {"all_gather_object": 3}
 
 
@@ -271,7 +276,7 @@ def test_saving_and_loading_send_objects_only_and_few():
 
 
 def torch_model(kind: str, seed: int = 0) -> Any:
-    """The model under torch's FSDP1, saving ShardedTensors or DTensors, or FSDP2."""
+    """Return the model under torch's FSDP1, saving ShardedTensors or DTensors, or under FSDP2."""
     if kind != "fsdp2":
         model = wrap(contiguous(seed), use_orig_params=True, which="torch", mesh=kind == "fsdp1 with mesh")
         with warnings.catch_warnings():
@@ -298,7 +303,7 @@ def torch_load(model: Any, optimizer: Any, path: Path) -> None:
 
 
 def whole(value: Any) -> Any:
-    """Plain tensors of a state dict that is sharded in any way. Collective."""
+    """Return a sharded state dict as plain unsharded tensors. Collective."""
     if isinstance(value, dict):
         return {key: whole(one) for key, one in value.items()}
     if isinstance(value, dist._shard.sharded_tensor.ShardedTensor):
@@ -347,8 +352,8 @@ def test_what_torch_saved_loads_here(kind, flatten):
         train(model, own, steps=1)
 
 
-# not of ShardedTensors: torch's DCP takes a checkpoint for an old one where a rank has no row of one, its own
-# too
+# No ShardedTensors: torch's DCP takes a checkpoint for one of an older version if a rank has no row of one,
+# also its own.
 @both_views
 @pytest.mark.parametrize("kind", ["fsdp1 with mesh", "fsdp2"])
 @on_ranks(2)
@@ -387,7 +392,7 @@ def test_the_values_work_with_plain_dcp():
 
 
 class WithState(nn.Module):
-    """Plain parameters outside of the unit, buffers of three kinds, state of its own."""
+    """A module with plain parameters outside of the unit, buffers of three kinds, and extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -423,7 +428,7 @@ def with_state(seed: int) -> Any:
 @on_ranks(2)
 def test_buffers_ignored_parameters_and_extra_state_come_back():
     source, target = with_state(1), with_state(2)
-    source(torch.ones(2, WIDTH)).sum().backward()  # lazily initialised: buffers are in low precision now
+    source(torch.ones(2, WIDTH)).sum().backward()  # lazy initialization casts the buffers to low precision
     path = folder_of_ranks() / "ckpt"
     checkpoint.save(source, None, path)
     saved = read_checkpoint(path).entries
@@ -454,10 +459,10 @@ def test_names_are_those_of_state_dict_and_shared_memory_is_written_once():
 
 
 def plan_of(kind: str, seed: int) -> Any:
-    """Tensor parallelism inside units, without units, or none of it."""
+    """Return the model with tensor parallelism inside units, without units, or without tensor parallelism."""
     torch.manual_seed(seed)
     model = tp.Language()
-    model.layers[0].up.weight.data = model.layers[0].up.weight.data.t().contiguous().t()  # other strides
+    model.layers[0].up.weight.data = model.layers[0].up.weight.data.t().contiguous().t()  # different strides
     if kind == "none":
         return model
     model = tp.parallelized(model, "sequence")
@@ -487,8 +492,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("kind", ["orig", "flat", "unsharded", "alone"])
 @on_ranks(4)
 def test_tensor_parallel_parameters_are_those_of_the_plain_model(kind):
-    """Saved here and loaded without tensor parallelism, and the other way round: trained on, they are the
-    same."""
+    """Checkpoints load with and without tensor parallelism, and training continues equally."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, plain = plan_of(kind, 0), plan_of("none", 1)
@@ -522,7 +526,7 @@ def assert_close_params(model: Any, plain: nn.Module) -> None:
 @both_views
 @on_ranks(4)
 def test_whole_parameters_beside_unevenly_divided_ones_are_written_once(use_orig_params):
-    """Tensor parallel ranks then have flat parameters of several sizes, which end in other places."""
+    """Tensor parallel ranks have flat parameters of different sizes, whose shards end at different places."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 7))
     plain = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 7))
@@ -590,7 +594,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_the_old_checkpoint(
     checkpoint.load(other, optimizer, folder / "ckpt")
     assert_holds(folder, other, optimizer)
     dist.barrier()
-    checkpoint.save(other, optimizer, folder / "ckpt", background=background).wait()  # the next one succeeds
+    checkpoint.save(other, optimizer, folder / "ckpt", background=background).wait()  # the next save succeeds
     assert checkpoint.load(other, optimizer, folder / "ckpt") == {}
 
 
@@ -638,7 +642,7 @@ def test_state_is_made_without_a_step():
 
 
 class WithEmpty(nn.Linear):
-    """A module with a parameter that has no elements, of which an optimizer may have no state."""
+    """A module with an empty parameter, for which an optimizer may have no state."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -678,7 +682,7 @@ def test_gathered_parameters_do_not_outlive_a_load():
     checkpoint.save(source, None, path)
     x = torch.ones(2, WIDTH)
     with torch.no_grad():
-        target(x)  # parameters stay gathered
+        target(x)  # parameters stay unsharded
     checkpoint.load(target, None, path)
     with torch.no_grad():
         assert torch.equal(source(x), target(x))

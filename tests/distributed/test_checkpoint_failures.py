@@ -1,5 +1,6 @@
-"""After a load or save that fails: model, state and groups are what they were, on every rank, but for what is
-named."""
+"""After a failed load or save, model, state and groups are unchanged on every rank, except for the values
+that the error names.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.ranks import device, device_type, on_ranks
 
 
 class Own(nn.Linear):
-    """A module with extra state, which another rank than ``refuses_on`` takes."""
+    """A module with extra state, which refuses it on rank ``refuses_on``."""
 
     own: Any = None
     refuses_on: int | None = None
@@ -39,7 +40,7 @@ class Own(nn.Linear):
 
 
 class Giving(nn.Linear):
-    """A module that gives extra state, and has no function to take it."""
+    """A module that returns extra state, and has no function to load it."""
 
     def get_extra_state(self) -> Any:
         return "given"
@@ -76,7 +77,7 @@ def snapshot(model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any, An
 
 
 def changed(before: Any, model: Any, optimizer: torch.optim.Optimizer, alike: bool = True) -> list[str]:
-    """Which of model, state and groups are others than before; ``alike`` on all ranks."""
+    """Return the changed parts of model, state and groups; with ``alike`` the same on all ranks."""
     after = snapshot(model, optimizer)
     own = [name for name in before[0] if not torch.equal(before[0][name], after[0][name])]
     pairs = zip(before[1], after[1], strict=True)
@@ -169,7 +170,7 @@ def test_steps_that_differ_within_a_flat_parameter_are_found_before_anything_is_
 
 
 def last_of_rank(path: Any, rank: int) -> Any:
-    """The chunk whose data come last in a rank's file, of those that are read into place."""
+    """Return the chunk with the last data of a rank's file, among tensors that are read into place."""
     entries = read_checkpoint(path).entries.values()
     tensors = [entry for entry in entries if hasattr(entry, "chunks") and entry.shape]
     chunks = [
@@ -195,8 +196,8 @@ def test_damaged_tensors_of_one_rank_leave_groups_and_extra_state_of_all(rank):
         before = snapshot(model, optimizer)
         with pytest.raises(CheckpointError, match="rank 1: .*are damaged"):
             checkpoint.load(model, optimizer, path)
-        # tensors that were read lie in the model and in what the optimizer had; nothing else is changed. To a
-        # GPU they are copied by the jobs of a read, of which the rank with the damage has one
+        # Tensors that were read are in the model and in the optimizer's existing state; nothing else is
+        # changed. On a GPU they are copied by the jobs of a read; the rank with the damage runs one.
         found = changed(before, model, optimizer, alike=device_type() == "cpu")
         is_read = rank == 0 or device_type() == "cpu"
         assert found == (["model", *([] if fresh else ["state"])] if is_read else [])
@@ -224,7 +225,7 @@ def test_damage_that_is_found_first_leaves_everything_on_all_ranks(rank, what):
     )
     if what == METADATA:
         error = rf"failed on rank 0: {re.escape(str(path / METADATA))}: damaged"
-    elif what == LAYOUT:  # in bytes that no rank need read
+    elif what == LAYOUT:  # damage bytes that no rank needs
         (file,) = path.rglob(LAYOUT)
         at, error = 28, f"failed on rank 0: .*{LAYOUT}: damaged"
     elif what == "a file of rank 1":
@@ -286,7 +287,7 @@ def test_state_that_is_not_a_parameters_own_is_refused_by_name():
     folder = folder_of_ranks()
     plain = nn.Linear(3, 3)
     lbfgs = torch.optim.LBFGS(plain.parameters())
-    checkpoint.save(plain, lbfgs, folder / "fresh")  # which has no state yet
+    checkpoint.save(plain, lbfgs, folder / "fresh")  # without state
 
     def closure() -> torch.Tensor:
         lbfgs.zero_grad()

@@ -87,7 +87,7 @@ def test_a_partial_load_leaves_what_the_checkpoint_lacks():
 @both_views
 @on_ranks(3)
 def test_an_export_has_the_parameters_of_flat_shards(rank, use_orig_params):
-    """Shards that begin and end within rows have several boxes of a parameter."""
+    """Shards that begin and end inside rows contain several boxes of a parameter."""
     library = pytest.importorskip("safetensors.torch")
     model = wrap(odd(0), use_orig_params)
     folder = folder_of_ranks()
@@ -102,7 +102,7 @@ def test_an_export_has_the_parameters_of_flat_shards(rank, use_orig_params):
 @on_ranks(2)
 def test_torchs_safetensors_writer_is_refused_where_it_would_drop_boxes(rank, save_distributed):
     pytest.importorskip("safetensors")
-    # 5 x 7 elements for two ranks: either shard ends within a row
+    # 5 x 7 elements on two ranks: each shard ends inside a row
     shape = (5, 7) if save_distributed else (4, 2)
     model = wrap(nn.Linear(*shape, bias=False), True, auto_wrap_policy=None)
     folder = folder_of_ranks()
@@ -125,7 +125,7 @@ def test_safetensors_through_dcps_writer_and_reader(consolidated):
     folder = folder_of_ranks()
     model = wrap(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)), True, auto_wrap_policy=None)
     expected = full_model(model)
-    # its reader knows parts that are rows: DTensors
+    # its reader supports parts that are rows: DTensors
     meshed = wrap(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)), True, auto_wrap_policy=None, mesh=True)
     meshed.load_state_dict(expected)
     writer = dcp.HuggingFaceStorageWriter(
@@ -170,7 +170,7 @@ def test_the_pages_functions_save_to_an_address_and_load_from_it(rank, use_orig_
 
 @on_ranks(2)
 def test_plain_dcp_loads_no_state_into_a_new_optimizer_and_never_its_groups():
-    """As docs/checkpoints.md says, which has another way."""
+    """Plain dcp.load behaves as described in docs/checkpoints.md, which shows an alternative."""
     model = wrap(odd(0), True)
     optimizer = trained_optimizer(model)
     address = f"file://{folder_of_ranks()}/step"
@@ -189,7 +189,7 @@ def test_plain_dcp_loads_no_state_into_a_new_optimizer_and_never_its_groups():
 
 
 def trained_optimizer(model: Any, optimizer: Any = None) -> Any:
-    """With state of two steps; AdamW by default."""
+    """Return an optimizer with the state of two steps; AdamW by default."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(2):
         for index, param in enumerate(model.parameters()):
@@ -205,7 +205,7 @@ def trained_optimizer(model: Any, optimizer: Any = None) -> Any:
 @pytest.mark.parametrize("full", [True, False])
 @on_ranks(2, label="installs")
 def test_state_dicts_of_fsdp2_go_both_ways(full):
-    """get_model_state_dict and set_model_state_dict, whole tensors or DTensors, without a file."""
+    """get_model_state_dict and set_model_state_dict exchange full tensors or DTensors without a file."""
     options = StateDictOptions(full_state_dict=full)
     with installed():
         model, theirs = wrap(contiguous(0), True, mesh=True), torch_model("fsdp2", seed=1)
@@ -224,7 +224,7 @@ def test_state_dicts_of_fsdp2_go_both_ways(full):
 
 @contextmanager
 def installed() -> Iterator[None]:
-    gc.collect()  # units of torch's that earlier tests left
+    gc.collect()  # units of torch's left by earlier tests
     fsdp_c.install()
     try:
         yield

@@ -1,5 +1,6 @@
-"""kill -9 of ranks at random points of a save: the checkpoint is the old one, or the new, and of one
-piece."""
+"""kill -9 of ranks at random points of a save: the checkpoint is the old or the new one, complete in either
+case.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ KILLS = 30
 
 
 def save_on_and_on(rank: int, path: Path, first: int, report: int, background: bool) -> None:
-    """One save after the other, telling before and after each."""
+    """Save version after version and report each begin and end."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}.rendezvous-{first}", rank=rank, world_size=2)
     cpu = torch.device("cpu")  # a forked process has no GPU
@@ -40,14 +41,14 @@ def save_on_and_on(rank: int, path: Path, first: int, report: int, background: b
 
 
 def started(rank: int, path: Path, first: int, background: bool) -> tuple[int, BinaryIO]:
-    """A rank's process, and the end of its pipe."""
+    """Fork a rank and return its process id and the reading end of its pipe."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: they are idle
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads warns; the threads are idle
         child = os.fork()
     if child == 0:
         try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what gloo says of the other's end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide gloo's messages about the dead peer
             save_on_and_on(rank, path, first, writing, background)
         finally:
             os._exit(1)
@@ -56,8 +57,9 @@ def started(rank: int, path: Path, first: int, background: bool) -> tuple[int, B
 
 
 def killed(path: Path, first: int, rng: random.Random, background: bool) -> list[tuple[str, int]]:
-    """What rank 0 told before both were killed, one sometimes a moment before the other, in the first
-    saves."""
+    """Kill both ranks in one of the first saves, sometimes at slightly different times, and return rank 0's
+    reports.
+    """
     (one, told), (other, unread) = (started(rank, path, first, background) for rank in range(2))
     begun = told.read(1)  # the first save
     time.sleep(rng.uniform(0.0, 0.06))
@@ -83,13 +85,13 @@ def test_ranks_killed_at_any_time_leave_the_old_checkpoint_or_the_new(
     current, kept, partial = 0, 0, 0
     for trial in range(KILLS):
         if trial % 5 == 0:
-            shutil.rmtree(path, ignore_errors=True)  # a new one next, not one in place of another
+            shutil.rmtree(path, ignore_errors=True)  # the next checkpoint is new, not a replacement
             current = 0
         told = killed(path, 1000 * trial + 1, rng, background)
         done = [version for what, version in told if what == "done"]
         begun = [version for what, version in told if what == "begin"]
         version = loaded_version(path) if (path / ".metadata").exists() else 0
-        # the newest that was done, or the one that a kill met
+        # the newest finished one, or the one in progress at the kill
         assert version in {max([current, *done]), max(begun)}
         kept += version < max(begun)
         partial += len(list(path.glob("fsdp_c-data-*"))) > (version > 0)
@@ -132,7 +134,7 @@ def test_ranks_that_found_different_checkpoints_begin_anew(rank: int) -> None:
             replace(path, other)
             return found
         while (other / ".metadata").exists():
-            time.sleep(0.01)  # until rank 1 has replaced the one that it found
+            time.sleep(0.01)  # until rank 1 has replaced the checkpoint that it found
         return original(path, **options)
 
     with mock.patch.object(loading, "read_checkpoint", read):

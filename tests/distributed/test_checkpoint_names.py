@@ -1,5 +1,6 @@
-"""Names of compiled models in checkpoints: without what torch.compile adds, both ways, torch's and earlier
-ones too."""
+"""Checkpoints of compiled models have names without torch.compile's prefix, in saves and loads, also in
+exchange with torch and for earlier checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Inner(nn.Module):
 
 
 class Own(Inner):
-    """And extra state, which torch's get_state_dict does not find in a unit."""
+    """A block with extra state, which torch's get_state_dict does not find inside a unit."""
 
     def get_extra_state(self) -> Any:
         return {"own": self.own}
@@ -64,7 +65,7 @@ def plain(seed: int, kind: type[Inner] = Own) -> nn.Module:
 def build(
     how: str, seed: int, which: str = "fsdp_c", use_orig_params: bool = True, kind: type[Inner] = Own
 ) -> Any:
-    """The model compiled in one way or another, with units around the block and the whole."""
+    """Return the model compiled in one of several ways, with units around the block and the root."""
     model = plain(seed, kind)
     options: dict[str, Any] = {"auto_wrap_policy": None, "which": which}
     if how == "block inside its unit":
@@ -81,7 +82,7 @@ def build(
 
 
 def stepped(model: Any) -> torch.optim.Optimizer:
-    """An optimizer of the model that has state."""
+    """Return an optimizer of the model that has state."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     uncompiled(model)(torch.ones(2, 3, device=device())).square().sum().backward()
     optimizer.step()
@@ -96,7 +97,7 @@ def uncompiled(model: Any) -> Any:
 
 
 def values(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Everything, by names without what torch.compile adds."""
+    """Return all values by names without torch.compile's prefix."""
     model = uncompiled(model)
     state = {name: value for name, value in full_model(model).items() if isinstance(value, torch.Tensor)}
     state |= {
@@ -127,7 +128,7 @@ def test_a_compiled_model_is_saved_by_the_names_of_the_uncompiled_and_both_load(
             found == keys
             and "model.0._extra_state.own" in keys
             and [key for key in keys if "_orig_mod" in key]
-            == ["extra.ema._orig_mod.weight"]  # the user's name
+            == ["extra.ema._orig_mod.weight"]  # the user's own name
         )
         for other in (HOW[0], how, HOW[(number + 1) % len(HOW)]):
             again = build(other, 2, use_orig_params=use_orig_params)
@@ -149,12 +150,12 @@ def test_names_are_those_of_torchs_get_state_dict_and_both_load(how):
         type(uncompiled(theirs)).set_state_dict_type(uncompiled(theirs), StateDictType.SHARDED_STATE_DICT)
         state, of_optimizer = get_state_dict(theirs, optimizer)
     dcp.save({"model": state, "optim": of_optimizer}, checkpoint_id=folder / "torch")
-    # sharded ones: of use_orig_params=True torch's FULL optimizer state has exp_avg_sq for exp_avg
+    # sharded states: with use_orig_params torch's FULL optimizer state has exp_avg_sq in place of exp_avg
     expected = {name.replace("_orig_mod.", ""): whole(value) for name, value in state.items()}
     expected |= {
         f"{fqn}.{n}": whole(value) for fqn, own in of_optimizer["state"].items() for n, value in own.items()
     }
-    # directly inside of a unit torch leaves it, in names of the model, not of the optimizer
+    # directly inside a unit torch keeps the prefix in the model's names, but not in the optimizer's
     names = {name.replace("_orig_mod.", "") if how == "block inside its unit" else name for name in state}
     for other in ("not", how, "block in another way"):
         model = build(other, 2, kind=Inner)
@@ -166,7 +167,7 @@ def test_names_are_those_of_torchs_get_state_dict_and_both_load(how):
         assert (
             full_model(uncompiled(theirs)).keys() == full_model(uncompiled(build(how, 3, kind=Inner))).keys()
         )
-    # and back: a plain model of torch's takes what a compiled one has saved
+    # in the other direction, a plain model under torch loads the save of a compiled one
     model = build(how, 2, kind=Inner)
     own = stepped(model)
     checkpoint.save(model, own, folder / "ours")

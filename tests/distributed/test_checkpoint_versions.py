@@ -1,4 +1,4 @@
-"""Checkpoints between versions of torch, whose DCP has learnt more of tensors since 2.14."""
+"""Checkpoints between versions of torch. DCP has supported more kinds of tensors since 2.14."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _five_values = TensorProperties.__getstate__
 
 
 def _six_values(self: TensorProperties) -> tuple[Any, ...]:
-    """As of torch 2.15, which adds the strides; the reader of the installed torch may want five."""
+    """Return the state as in torch 2.15, with strides. The reader of the installed torch may expect five
+    values.
+    """
     return (*_five_values(self)[:5], (3, 1))
 
 
@@ -71,7 +73,7 @@ def test_metadata_hold_what_torch_looks_for_and_what_pickle_would_write_on_older
         "c",
     )
     assert found.version == "1.0.0" and found.storage_meta.checkpoint_id == str(tmp_path / "saved")
-    ours = read_checkpoint(tmp_path / "saved")  # from the layout
+    ours = read_checkpoint(tmp_path / "saved")  # reads the layout
     assert [*ours.entries] == [*found.state_dict_metadata] and ours.paths == found.planner_data
     indices = {index: index.index for index in found.storage_data}
     places = set()
@@ -92,13 +94,13 @@ def test_metadata_hold_what_torch_looks_for_and_what_pickle_would_write_on_older
             assert [*ours.entries[key].find((own.offsets, own.sizes))] == [own] or not loaded.numel()
             assert (loaded.stride() == own.strides) if own.strides else loaded.is_contiguous()
             places.add((info.relative_path, info.offset))
-    assert {*indices.values()} == {None} and len(places) > 25  # what is left is objects
+    assert {*indices.values()} == {None} and len(places) > 25  # all other entries are objects
     assert any(chunk.strides for chunk in ours.tensor("model.1.weight").chunks)
     state = model.state_dict()
     torch_reads = {"model": {key: torch.zeros_like(value) for key, value in state.items()}}
     dcp.load(torch_reads, checkpoint_id=tmp_path / "saved", no_dist=True)
     assert all(torch.equal(torch_reads["model"][key], value) for key, value in state.items())
-    if len(TensorProperties().__getstate__()) == 5:  # newer ones write more
+    if len(TensorProperties().__getstate__()) == 5:  # newer versions write more
         assert pickle.loads(pickle.dumps(found)) == found
 
 
@@ -114,7 +116,9 @@ def test_checkpoint_of_torch_2_15_is_loaded(tmp_path: Path) -> None:
 
 
 def part(tensor: Any) -> Any:
-    """``tensor`` as a part of a larger one, by the attributes of CheckpointableTensor, which torch has since 2.14."""
+    """Mark ``tensor`` as a part of a larger one, by the attributes of CheckpointableTensor in torch 2.14 and
+    later.
+    """
     tensor.global_shape, tensor.global_offsets = (8, *tensor.shape[1:]), ((0,) * tensor.dim(),)
     tensor.local_offsets, tensor.local_sizes = tensor.global_offsets, (tuple(tensor.shape),)
     return tensor
@@ -144,7 +148,7 @@ class Own(nn.Linear):
 )
 @on_ranks(2)
 def test_a_part_of_a_larger_tensor_is_refused_by_name(rank, where, name, tmp_path):
-    """It would be saved as if it were whole, and the other ranks' parts would be lost."""
+    """A save would treat it as complete and lose the other ranks' parts."""
     inner = nn.Sequential(Own(3, 3), nn.Linear(3, 3))
     inner[0].register_buffer("rows", torch.ones(2))
     if where == "unit":

@@ -1,5 +1,6 @@
-"""torch.compile around, inside and in place of the modules of units: the eager values, and no recompilation
-storm."""
+"""torch.compile around, inside and in place of the modules of units: eager results, without repeated
+recompilation.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def test_compiled_training_equals_eager_and_compiles_once(rank, where):
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
     assert losses(where, rank) == eager
-    # blocks share their code; the layers around them may add a graph each, but steps add none
+    # blocks share their code; layers around them may add a graph each, but steps add none
     assert 1 <= graphs["unique_graphs"] - before <= 3
 
 

@@ -1,7 +1,7 @@
-"""get_state_dict and set_state_dict of torch.distributed.checkpoint, with every option, next to torch's
+"""get_state_dict and set_state_dict of torch.distributed.checkpoint, with every option, compared with torch's
 FSDP1.
 
-They take our class for torch's after ``fsdp_c.install()``; here it is put in the place where they look.
+After ``fsdp_c.install()`` they find our class under torch's name; these tests patch it in.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def built(
 ) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     module = Net(2, tied_head=False)
-    if frozen:  # a whole unit, as flat parameters ask for
+    if frozen:  # a whole unit, as flat parameters require
         module.blocks[0].requires_grad_(False)
     extra = {"device_mesh": init_device_mesh(device().type, (2,))} if mesh else {}
     policy = ModuleWrapPolicy({Block})
@@ -110,8 +110,7 @@ def test_what_is_got_equals_torchs_and_what_is_set_comes_back(rank, mesh, use_or
 @both_views
 @on_ranks(2)
 def test_rank_0_alone_loads_and_the_others_receive(rank, use_orig_params):
-    """broadcast_from_rank0. With cpu_offload rank 0 alone has full state; on a CPU device torch dies of
-    that."""
+    """broadcast_from_rank0. With cpu_offload only rank 0 has full state, and torch crashes on a CPU device."""
     model, optimizer = built("fsdp_c", use_orig_params)
     train(model, optimizer, rank)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -148,7 +147,7 @@ def test_state_of_a_submodule_keeps_its_prefix_on_request():
 
 @on_ranks(2)
 def test_strict_names_what_is_unexpected():
-    """What is missing stays as it is, as in torch: DCP passes the model's own parameters for it."""
+    """Missing keys keep their values, as in torch: DCP passes the model's own parameters for them."""
     model, _ = built("fsdp_c", True)
     with seen_as_fsdp("fsdp_c"):
         options = StateDictOptions(full_state_dict=True)

@@ -1,5 +1,4 @@
-"""torch.set_default_device(): what fsdp_c makes lies where it is meant to lie, whatever the script's own
-tensors do."""
+"""torch.set_default_device(): fsdp_c creates its tensors on the right device, whatever the default is."""
 
 from __future__ import annotations
 
@@ -32,7 +31,9 @@ Trained = tuple[Any, torch.optim.Optimizer]
 
 @contextmanager
 def meta_by_default() -> Iterator[None]:
-    """What is made on the meta device by mistake can be neither computed with nor sent nor written."""
+    """Make the meta device the default: tensors created there by mistake can be neither computed with nor
+    sent nor written.
+    """
     torch.set_default_device("meta")
     try:
         yield
@@ -55,8 +56,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def trained(seed: int, use_orig_params: bool) -> Trained:
-    """torch's AdamW makes its counts of steps on the default device: they are there before that is
-    another."""
+    """Train before the default device changes: torch's AdamW creates its step counts on the default device."""
     model = wrap(plain(seed), use_orig_params)
     optimizer = adamw(model, groups=1)
     train(model, optimizer)

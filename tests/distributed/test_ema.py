@@ -1,4 +1,6 @@
-"""examples/ema.py as a user runs it: the average of the plain model, on one number of ranks and then another."""
+"""examples/ema.py run as by a user: it averages like the plain model, on one number of ranks and then
+another.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ WIDTH, ROWS, HELD_OUT, STEPS = 32, 12, 1 << 20, 6
 
 
 def run(ranks: int, *arguments: str) -> list[float]:
-    """The held-out losses of the trained model and of its average."""
+    """Return the held-out losses of the trained model and of its average."""
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "examples/ema.py"]
     settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     said = output_of_python("-m", *command, "--steps", str(STEPS), *arguments, cwd=ROOT, **settings)

@@ -1,8 +1,7 @@
-"""A check that can fail on one rank alone is made before the collective, and its error names the rank (parity
-27).
+"""A check that can fail on a single rank runs before the collective, and its error names the rank.
 
-Only the last rank does what is wrong and calls into the runtime. Were something sent before the error, the
-collectives of the two ranks would not pair afterwards.
+Only the last rank makes the mistake and calls the runtime. If it sent anything before the error, later
+collectives of the two ranks would not pair.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def clip_in_summon(model: FSDP, rank: int) -> None:
 
 @contextlib.contextmanager
 def summoning(model: FSDP) -> Iterator[None]:
-    """The unit in a state that is not idle, without the collectives that lead there."""
+    """Put the unit into a busy state, without the collectives that normally lead there."""
     model._unit.set_summoning(True)
     try:
         yield
@@ -97,5 +96,5 @@ def test_error_comes_before_the_collective_and_names_the_rank(rank: int, world_s
     total = torch.tensor([float(rank)])
     dist.all_reduce(total)
     assert total.item() == sum(range(world_size))
-    with torch.no_grad():  # a model of its own: the wrong one keeps what was done to it
+    with torch.no_grad():  # a separate model, as the wrong one keeps its changes
         assert torch.equal(build(**arguments)(batch(rank)), expected)

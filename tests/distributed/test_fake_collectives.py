@@ -1,4 +1,4 @@
-"""FSDP_USE_FAKE_ALL_GATHER and FSDP_USE_FAKE_REDUCE: what a step costs without them."""
+"""FSDP_USE_FAKE_ALL_GATHER and FSDP_USE_FAKE_REDUCE measure a step without its collectives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def backward(model: nn.Module) -> None:
 
 
 def fakes(run: Callable[[], None]) -> dict[str, list[bool]]:
-    """Of each kind of collective that ``run`` makes, whether it goes to a fake group."""
+    """Return for each kind of collective in ``run`` whether each call uses a fake group."""
     calls: dict[str, list[bool]] = {}
 
     def recorder(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:

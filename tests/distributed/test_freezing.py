@@ -1,5 +1,6 @@
-"""Freezing, zeroing and looking between the backwards of a step: losses, gradients and parameters are those of
-the plain model."""
+"""Freezing, zeroing and inference between the backwards of a step: losses, gradients and parameters equal the
+plain module's.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.storage import live_nbytes, settled_nbytes
 from tests.training import sharded
 
-# Actions on a model of two units and a root, in which a LayerNorm is frozen: its backward reads the weight itself,
-# and no view of it.
+# Actions on a model of two units and a root, with a frozen LayerNorm: its backward reads the weight itself,
+# no view of it.
 ACTIONS: dict[str, tuple[Operation, ...]] = {
     "sync": (operation("train"),),
     "no_sync": (operation("train", sync=False),),
@@ -68,7 +69,7 @@ def assert_as_plain(rank: int, world_size: int, names: str, strategy: str, use_o
 
 
 OF_UNITS = [
-    # a unit that is frozen around an inference
+    # a unit frozen around an inference
     "sync step to_none freeze infer sync",
     "sync step to_none freeze infer_with_gradients_on sync",
     "sync step to_zero freeze infer sync step sync",
@@ -77,7 +78,7 @@ OF_UNITS = [
     "infer_with_gradients_on sync step sync",
     "sync step to_none hold freeze sync_with_held step sync",
     "sync step to_none freeze hold thaw sync_with_held step sync",
-    # zeroed gradients that no_sync left
+    # zeroed gradients left by no_sync
     "sync no_sync to_zero sync",
     "sync no_sync to_none sync",
     "sync no_sync to_zero_after_forward",
@@ -86,7 +87,7 @@ OF_UNITS = [
     "sync no_sync no_sync sync to_zero no_sync sync",
     "sync no_sync to_zero infer sync step to_zero sync",
     "sync no_sync infer sync",
-    # gradients of a unit that is frozen later
+    # gradients of a unit frozen later
     "sync freeze sync",
     "sync freeze sync step sync",
     "sync freeze no_sync sync",
@@ -96,7 +97,7 @@ OF_UNITS = [
     "sync freeze sync to_zero sync",
     "sync freeze to_none sync thaw sync",
     "sync freeze to_none_after_forward",
-    # gradients and data that inference mode meets first
+    # gradients and data first seen in inference mode
     "sync replace_gradients infer to_zero sync",
     "sync step to_none replace_data infer sync step sync",
 ]
@@ -148,7 +149,7 @@ def test_frozen_and_zeroed_parameters_train_as_the_plain_model(
 @both_views
 @on_ranks(2)
 def test_a_model_that_goes_in_inference_mode_leaves_nothing(use_orig_params: bool, strategy: str) -> None:
-    """The views let go of their history there as well."""
+    """The views release their history in inference mode too."""
     before = settled_nbytes()
     model = sharded(strategy=strategy, use_orig_params=use_orig_params)
     model(torch.ones(2, WIDTH)).sum().backward()

@@ -1,4 +1,4 @@
-"""iter_full_params: whole parameters, one unit at a time."""
+"""iter_full_params: full parameters, one unit at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.ranks import all_strategies, both_views, device, on_ranks
 
 @contextmanager
 def watched_gathers() -> Iterator[list[int]]:
-    """The bytes that this rank receives in each gather, in their order; -1 until a gather has been waited for."""
+    """Record the bytes that this rank receives in each all-gather, in order; -1 until it has been waited for."""
     seen: list[int] = []
     start = full_params.start_exchange
 
@@ -117,7 +117,7 @@ def test_edits_between_steps_are_seen():
 
 
 class Stack(nn.Sequential):
-    """Units above 1 MiB, and one outside of them."""
+    """Units larger than 1 MiB, and a layer outside of them."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(600, 600) for _ in range(4)), nn.Linear(600, 3))
@@ -142,9 +142,9 @@ def test_the_next_unit_is_gathered_beside_this_one(use_orig_params):
         for number, (name, value) in enumerate(iter_full_params(model)):
             seen[name] = value
             unit, is_first = divmod(number, 2)[0], number % 2 == 0
-            # the next gather begins when the loop is done with a tensor of this unit
+            # the next all-gather begins when the loop is done with a tensor of this unit
             assert len(begun) == min(5, unit + 2 - is_first)
-            if number % 3 == 0:  # other collectives between the gathers
+            if number % 3 == 0:  # other collectives between the all-gathers
                 dist.barrier()
     assert seen.keys() == expected.keys()
     for name, value in seen.items():
@@ -191,7 +191,7 @@ def test_a_loop_may_be_left_and_training_goes_on():
 
 
 def gathers(model: nn.Module, **options: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """The yielded tensors, and the bytes of each gather."""
+    """Return the yielded tensors, and the bytes of each all-gather."""
     with watched_gathers() as seen:
         return dict(iter_full_params(model, **options)), seen
 

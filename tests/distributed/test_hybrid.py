@@ -1,8 +1,8 @@
 """HYBRID_SHARD and _HYBRID_SHARD_ZERO2 on four ranks: shards inside a pair of ranks, replicas across the
 pairs.
 
-Bitwise equality with torch's FSDP1, however the groups are given; and one rank per sharding group, where
-upstream's replicas drift apart.
+Results are bitwise torch's FSDP1's, however the groups are passed. With one rank per sharding group,
+upstream's replicas drift apart and fsdp_c's do not.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STEPS: dict[str, Callable[[Run], None]] = {
 
 @functools.cache
 def mesh(replicas: int, shards: int) -> DeviceMesh:
-    """The mesh of this process; made once, since groups stay for the life of the ranks."""
+    """Return this process' mesh. Created once, since groups live as long as the ranks."""
     return DeviceMesh(
         device().type,
         torch.arange(replicas * shards, device="cpu").view(replicas, shards),
@@ -55,12 +55,12 @@ def mesh(replicas: int, shards: int) -> DeviceMesh:
 
 
 def groups(replicas: int, shards: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The (shard, replicate) pair of this rank."""
+    """Return this rank's (shard, replicate) pair of groups."""
     return mesh(replicas, shards).get_group(1), mesh(replicas, shards).get_group(0)
 
 
 def hybrid(**changes: Any) -> Callable[[Run], nn.Module]:
-    """A Net with one unit per block over a (shard, replicate) pair of two and two ranks."""
+    """Return a builder of a Net with one unit per block over (shard, replicate) groups of two ranks each."""
     return lambda run: run.wrap(
         Net(), auto_wrap_policy=PER_BLOCK, **(changes or {"process_group": groups(2, 2)})
     )
@@ -89,7 +89,7 @@ def test_hybrid_training_equals_torch(
 
 @on_ranks(4)
 def test_groups_by_node_equal_the_explicit_pair(rank: int, world_size: int) -> None:
-    """On the CPU the ranks of a node are LOCAL_WORLD_SIZE; torch takes the CPU for one device per node."""
+    """On the CPU a node has LOCAL_WORLD_SIZE ranks. torch assumes one device per node there."""
     point = Point("by_node", "HYBRID_SHARD")
     expected = record_run(point, Scenario(hybrid(), plain_step), "torch", rank, world_size)
     with mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="2"):
@@ -104,7 +104,7 @@ def test_groups_by_node_equal_the_explicit_pair(rank: int, world_size: int) -> N
 def test_a_replicate_group_of_one_and_one_of_all_equal_torch(
     rank: int, world_size: int, replicas: int
 ) -> None:
-    """(1, 4) is plain sharding in torch's terms too; (4, 1) is DDP, which torch's NO_SHARD stands for."""
+    """(1, 4) is plain sharding in torch too. (4, 1) is DDP; its reference is torch's NO_SHARD."""
     point = Point("degenerate", "HYBRID_SHARD", use_orig_params=False)
     build = hybrid(process_group=groups(replicas, world_size // replicas))
     if replicas == 1:
@@ -117,7 +117,7 @@ def test_a_replicate_group_of_one_and_one_of_all_equal_torch(
 
 
 def mixed_by_policy(run: Run) -> nn.Module:
-    """Both hybrid strategies in one tree, as a policy gives them."""
+    """Mix both hybrid strategies in one tree by a policy."""
 
     def choose(module: nn.Module) -> bool | dict[str, Any]:
         if isinstance(module, Block):
@@ -128,7 +128,7 @@ def mixed_by_policy(run: Run) -> nn.Module:
 
 
 def mixed_by_hand(run: Run) -> nn.Module:
-    """A hybrid root around units that are sharded over all ranks, over a pair, and not at all."""
+    """Wrap a hybrid root around units that are sharded over all ranks, over a pair, and not at all."""
     model = Net()
     others = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
     for index, name in enumerate(others):
@@ -149,13 +149,11 @@ def test_mixed_strategies_equal_torch(
 # ------------------------------------------------------------------ what is sent
 
 
-Call = tuple[
-    str, dist.ProcessGroup, Tensor
-]  # a reduction: its kind, its group, and the tensor that it is given
+Call = tuple[str, dist.ProcessGroup, Tensor]  # a reduction: its kind, its group, and its input
 
 
 def recorded_reductions(run: Callable[[], None]) -> list[Call]:
-    """The reductions that ``run`` sends, in order."""
+    """Return the reductions sent by ``run``, in order."""
     calls: list[Call] = []
     scatter, reduce = getattr(dist, REDUCE_SCATTER), dist.all_reduce
 
@@ -190,7 +188,7 @@ def reductions_of_a_step(
 def test_each_unit_reduces_over_the_shards_and_then_over_the_replicas(
     rank: int, world_size: int, strategy: str
 ) -> None:
-    """What is sent says where the factors are applied: before the first reduction, and after the second."""
+    """The inputs show where the factors are applied: before the first reduction and after the second."""
     shard, replicate = groups(2, 2)
     expected = reductions_of_a_step("torch", rank, world_size, strategy)
     actual = reductions_of_a_step("fsdp_c", rank, world_size, strategy)
@@ -231,7 +229,7 @@ def test_replicas_of_one_shard_stay_equal_over_steps(rank: int, world_size: int)
 def test_hybrid_gradients_are_clipped_as_in_torch(
     rank: int, world_size: int, use_orig_params: bool, norm_type: float
 ) -> None:
-    """Replicas hold equal gradients, so that the norm is over the shards alone."""
+    """Replicas have equal gradients, so the norm is over the shards only."""
 
     def build(run: Run) -> nn.Module:
         return run.wrap(Net(), auto_wrap_policy=PER_BLOCK, process_group=groups(2, 2))

@@ -1,7 +1,7 @@
-"""Unsharded parameter storage never exceeds what the sharding strategy promises, by the C runtime's own count
-of live bytes.
+"""Unsharded parameter storage never exceeds the limit of the sharding strategy, by the C runtime's count of
+live bytes.
 
-The model is a root and BLOCKS blocks, all of one size, so that everything can be said in units.
+The model is a root and BLOCKS blocks of equal size, so that storage can be counted in units.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tests.training import wrap
 BLOCKS = 6
 ALL = BLOCKS + 1
 WIDTH = 16
-NOT_SEARCHED: list[torch.Tensor] = []  # what a module returns is not looked for among globals
-UNIT_NUMEL = WIDTH * WIDTH + WIDTH  # a multiple of the alignment and of two ranks: no padding
+NOT_SEARCHED: list[torch.Tensor] = []  # globals are not searched for outputs of modules
+UNIT_NUMEL = WIDTH * WIDTH + WIDTH  # a multiple of the alignment and of two ranks, so there is no padding
 FP32_NBYTES = 4
 BF16_NBYTES = 2
 
 
 class Meter:
-    """Live and peak storage in whole units, over what other models of this process hold."""
+    """Live and peak storage in units, without the storage of this process' other models."""
 
     def __init__(self, element_nbytes: int = FP32_NBYTES) -> None:
         from fsdp_c import _C
@@ -78,7 +78,8 @@ def test_full_shard_forward_holds_the_root_and_one_unit(
 ) -> None:
     meter = Meter()
     model = build(use_orig_params=use_orig_params)
-    model(batch())  # before the first step a pool takes the memory of as many units as are gathered at a time
+    # before the first step the pool reserves memory for the units that are unsharded at a time
+    model(batch())
     meter.reset()
     output = model(batch())
     assert output.requires_grad
@@ -111,7 +112,7 @@ def test_full_shard_forward_prefetch_holds_one_unit_more(use_orig_params: bool) 
         2 + 2 * HELD_BACK,
         3 + HELD_BACK,
         3 + HELD_BACK,
-    ]  # the first forward tells the order, after a pool's reserve
+    ]  # the first forward records the order, after the pool's reserve
 
 
 @both_views
@@ -126,7 +127,7 @@ def test_full_shard_backward_holds_the_root_the_unit_and_one_prefetched(
         loss = model(batch()).sum()
         meter.reset()
         loss.backward()
-        # prefetched after a unit, the next is gathered while that one is still held back
+        # a prefetch after a unit unshards the next one while the unit's storage is still held
         units = {BackwardPrefetch.BACKWARD_PRE: 3, BackwardPrefetch.BACKWARD_POST: 2 + HELD_BACK, None: 2}
         assert (meter.peak(), meter.live()) == (units[prefetch], 0)
 
@@ -208,7 +209,9 @@ def test_summon_full_params_holds_everything_and_gives_it_back(use_orig_params: 
 @both_views
 @on_ranks(2)
 def test_a_dropped_model_that_knows_itself_gives_its_storage_back(use_orig_params: bool) -> None:
-    """As a registered forward method does, or a library that keeps the wrapped model with a module inside."""
+    """Such cycles come from registered forward methods, and from libraries that keep the wrapped model in an
+    inner module.
+    """
     meter = Meter()
     model = build("SHARD_GRAD_OP", use_orig_params=use_orig_params)
     model.module.__dict__["wrapper"] = model
@@ -251,7 +254,7 @@ def test_backward_of_a_model_that_is_gone_is_refused() -> None:
 @both_views
 @on_ranks(2)
 def test_module_in_the_dtype_of_computation_has_no_low_precision_copy(use_orig_params: bool) -> None:
-    """It computes in the shard itself where nothing is sharded."""
+    """Under NO_SHARD it computes in the shard itself."""
     low = MixedPrecision(param_dtype=torch.bfloat16)
     net = EqualBlocks(BLOCKS, WIDTH).bfloat16()
     model = wrap(net, strategy="NO_SHARD", use_orig_params=use_orig_params, mixed_precision=low)

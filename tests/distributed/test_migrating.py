@@ -1,4 +1,4 @@
-"""docs/migrating.md: every block of code in it runs, in order, on 2 ranks."""
+"""Every block of code in docs/migrating.md runs, in order, on 2 ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "migrating.md"
 
 class Code(NamedTuple):
     text: str
-    line: int  # where it starts
+    line: int  # first line
 
 
 def of_language(language: str) -> list[Code]:
@@ -32,16 +32,16 @@ def of_language(language: str) -> list[Code]:
 
 
 def run_python(rank: int, world_size: int, folder: str) -> int:
-    """The blocks in one module, as a reader would type them; how many there were."""
+    """Run the blocks in one module, as a reader would type them, and return their number."""
     module = ModuleType("migrating")
     before = os.getcwd()
     os.chdir(folder)
     try:
-        sys.modules["migrating"] = module  # all other modules that the page imports stay
+        sys.modules["migrating"] = module  # all other modules imported by the page stay
         with warnings.catch_warnings(), torch.device("cpu"):
             warnings.simplefilter("ignore")
             for block in of_language("python"):
-                at_its_line = "\n" * (block.line - 1) + block.text  # for tracebacks
+                at_its_line = "\n" * (block.line - 1) + block.text  # gives tracebacks the page's line numbers
                 exec(compile(at_its_line, str(PAGE), "exec"), vars(module))
     finally:
         del sys.modules["migrating"]
@@ -58,7 +58,7 @@ def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
         pool(2, "migrating").run(__name__, "run_python", {"folder": str(tmp_path)}, timeout_s=400)
         == [len(python)] * 2
     )
-    close_pools("migrating")  # where others have units of torch's alive, fsdp_c is not installed
+    close_pools("migrating")  # fsdp_c cannot be installed where other tests have live units of torch
     for block in bash:
         run_bash(block, tmp_path)
 

@@ -1,5 +1,6 @@
-"""torch's own FSDP1 and its checkpoints meet our units, and fsdp_c is not installed: it works, or says what
-to do."""
+"""torch's own FSDP1 and its checkpoints meet units of fsdp_c without install(): they work, or the error names
+a remedy.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ FSDP = fsdp_c.FullyShardedDataParallel
 
 
 class Trained:
-    """A model with a unit inside and its optimizer, before or after a step."""
+    """A model with an inner unit and its optimizer, before or after a step."""
 
     def __init__(self, use_orig_params: bool, stepped: bool) -> None:
         self.arguments = {"use_orig_params": use_orig_params, "device_id": device()}
@@ -90,7 +91,7 @@ def refused(what: str, use_orig_params: bool, stepped: bool) -> None:
     trained = Trained(use_orig_params, stepped)
     with pytest.raises(RuntimeError, match=r"unit (Sequential|Linear).*Call fsdp_c\.install\(\)"):
         REFUSED[what](trained)
-    trained.step(trained.model)  # nothing is half done
+    trained.step(trained.model)  # nothing is left half done
     trained.model.clip_grad_norm_(1.0)
 
 
@@ -117,7 +118,7 @@ def test_settings_work() -> None:
 @both_views
 @on_ranks(2)
 def test_torchs_no_sync_leaves_gradients_right(rank: int, use_orig_params: bool) -> None:
-    """Torch looks for units of its own class: each backward reduces, and the sum is the same."""
+    """torch looks for units of its own class: each backward reduces, and the sum is the same."""
     grads = []
     for no_sync in (TorchFSDP.no_sync, FSDP.no_sync):
         torch.manual_seed(0)
@@ -135,7 +136,7 @@ def test_torchs_no_sync_leaves_gradients_right(rank: int, use_orig_params: bool)
 @on_ranks(2)
 def test_torchs_optimizer_state_is_ours(use_orig_params: bool) -> None:
     trained = Trained(use_orig_params, stepped=True)
-    # with it torch mixes up states
+    # with it torch confuses the states
     settings = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
     with FSDP.state_dict_type(trained.model, StateDictType.FULL_STATE_DICT, None, settings):
         given, expected = (
@@ -162,7 +163,7 @@ def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
             assert torch.equal(given["state"][key][name].to(value.device), value), (key, name)
 
 
-@on_ranks(2, label="installs")  # refused where other tests have units of torch's alive
+@on_ranks(2, label="installs")  # refused where other tests have live units of torch
 def test_all_of_it_works_once_installed() -> None:
     fsdp_c.install()
     try:
@@ -182,7 +183,8 @@ def test_all_of_it_works_once_installed() -> None:
             trained.step(trained.model)
             trained.optimizer.step()
             after = trained.model.state_dict()
-            assert not any(torch.equal(after[name], before[name]) for name in before), what  # it trains on
+            # training continues
+            assert not any(torch.equal(after[name], before[name]) for name in before), what
     finally:
         fsdp_c.uninstall()
 

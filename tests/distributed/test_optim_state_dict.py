@@ -1,6 +1,6 @@
-"""State dicts of optimizers, next to torch's FSDP1: names, values, loading elsewhere.
+"""State dicts of optimizers, compared with torch's FSDP1: names, values, and loading with other layouts.
 
-Whole state is asked for without offloading, as torch's offloaded state is wrong on a CPU device.
+Full state is not offloaded, as torch's offloaded state is wrong on a CPU device.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def assert_same_osd(expected: dict[str, Any], actual: dict[str, Any]) -> None:
 
 
 def plain_reference(kind: str, world_size: int) -> tuple[nn.Module, Any]:
-    """The unwrapped model trained on the data of all ranks."""
+    """Return the unwrapped model trained on the data of all ranks."""
     model = net(tied_head=False)
     optimizer = OPTIMIZERS[kind](model.parameters())
     generators = [torch.Generator(device()).manual_seed(rank) for rank in range(world_size)]
@@ -159,7 +159,7 @@ def test_sharded_state_equals_torchs(rank, use_orig_params, mesh):
 @both_views
 @on_ranks(2)
 def test_state_between_a_forward_and_its_backward_is_that_before(rank, use_orig_params, strategy):
-    """Where the strategy keeps units gathered, their modules show views of the parameters meanwhile."""
+    """If the strategy keeps units unsharded, modules hold views of the parameters in between."""
     model = wrap(net(tied_head=False), use_orig_params, sharding_strategy=ShardingStrategy[strategy])
     optimizer = OPTIMIZERS["adam"](model.parameters())
     train(model, optimizer, rank)
@@ -183,7 +183,7 @@ def test_state_between_a_forward_and_its_backward_is_that_before(rank, use_orig_
 @both_views
 @on_ranks(2)
 def test_rank0_only_leaves_the_others_empty(rank, use_orig_params, offload):
-    """With offload_to_cpu on a CPU device torch's exp_avg is its exp_avg_sq."""
+    """With offload_to_cpu on a CPU device torch's exp_avg equals its exp_avg_sq."""
     model, optimizer = trained(use_orig_params, rank)
     whole = saved(model, optimizer)
     state = saved(model, optimizer, config=FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=offload))
@@ -196,7 +196,7 @@ def test_rank0_only_leaves_the_others_empty(rank, use_orig_params, offload):
 @both_views
 @on_ranks(2)
 def test_no_tensor_is_shared_with_the_optimizer(rank, use_orig_params):
-    """Torch's may alias."""
+    """torch's state may alias the optimizer's."""
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
         model, optimizer = trained(use_orig_params, rank, sharding_strategy=strategy)
         held = {
@@ -230,8 +230,9 @@ def test_hybrid_state_equals_torchs(rank, use_orig_params):
 @both_views
 @on_ranks(2)
 def test_values_of_a_state_are_in_torchs_order(rank, use_orig_params, kind, strategy):
-    """The optimizer's where original parameters are not sharded; else by kind, and by name among those of one
-    kind."""
+    """The order is the optimizer's under NO_SHARD with use_orig_params; otherwise by kind, and by name within
+    a kind.
+    """
     orders = []
     for which in ("torch", "fsdp_c"):
         model = wrap(net(), use_orig_params, which, sharding_strategy=strategy)
@@ -270,7 +271,7 @@ def test_state_of_any_shape_is_kept_where_parameters_are_not_sharded(rank, form)
     for which in ("torch", "fsdp_c"):
         model, optimizer = adafactor(which, rank, sharding_strategy=ShardingStrategy.NO_SHARD)
         train(model, optimizer, rank)
-        state = copy.deepcopy(saved(model, optimizer, kind, config))  # torch's is the optimizer's own
+        state = copy.deepcopy(saved(model, optimizer, kind, config))  # torch's state is the optimizer's own
         before = copy.deepcopy(state)
         if state:
             assert state["state"]["inp.weight"]["col_var"].shape == (1, WIDTH)
@@ -358,7 +359,7 @@ def test_state_of_another_shape_is_refused_on_every_rank(rank):
 @pytest.mark.parametrize("found", [torch.zeros(3), [torch.zeros(3), torch.zeros(2, 2)]], ids=["rows", "list"])
 @on_ranks(2)
 def test_an_optimizer_whose_state_needs_whole_parameters_is_refused_once(rank, use_orig_params, found):
-    """As Adafactor's, Shampoo's and SOAP's."""
+    """Adafactor, Shampoo and SOAP are such optimizers."""
     model, optimizer = trained(use_orig_params, rank)
     count = sum(bool(param.numel()) for param in optimizer.state)
     for state in optimizer.state.values():
@@ -375,7 +376,7 @@ def test_an_optimizer_whose_state_needs_whole_parameters_is_refused_once(rank, u
 
 @on_ranks(2)
 def test_state_that_one_rank_lacks_is_named(rank):
-    """And the same with original parameters."""
+    """The error is the same with use_orig_params."""
     model, optimizer = trained(False, rank)
     if rank == 1:
         del optimizer.state[next(iter(optimizer.state))]
@@ -534,7 +535,7 @@ def test_parameters_without_rows_here_get_no_state(rank):
 def test_names_that_the_optimizer_has_not_are_refused_in_groups_and_passed_through_in_state(
     rank, use_orig_params, form
 ):
-    """Also of parameters outside of units, which the state names legally."""
+    """Parameters outside of units may be named in the state."""
     kind = SHARDED if form == "sharded" else FULL
     config = FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False) if form == "rank 0" else None
     more = {"is_named_optimizer": True} if form == "named" else {}
@@ -607,7 +608,7 @@ def test_older_functions_warn_and_equal_torchs(rank, use_orig_params):
         )
     assert_same_osd(saved(model, optimizer), results[1][0])
     assert_same_osd(saved(model, optimizer), results[1][1])
-    # what torch makes of offloaded state with original parameters
+    # number of wrong values in torch's offloaded state
     wrong = 4 if use_orig_params else 0
     for torchs, ours in list(zip(*results, strict=True))[wrong:]:
         assert_same_osd(torchs, ours)
@@ -615,7 +616,7 @@ def test_older_functions_warn_and_equal_torchs(rank, use_orig_params):
 
 @on_ranks(2)
 def test_sharded_config_is_the_default_of_the_sharded_type(rank):
-    """On the CPU."""
+    """The default config offloads to the CPU."""
     model, optimizer = trained(True, rank)
     with type(model).state_dict_type(model, SHARDED):
         settings = type(model).get_state_dict_type(model)
@@ -627,7 +628,7 @@ def test_sharded_config_is_the_default_of_the_sharded_type(rank):
 
 
 def keyed_by_names(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """As torch's NamedOptimizer and TorchRec's KeyedOptimizer give their state."""
+    """Return the state as torch's NamedOptimizer and TorchRec's KeyedOptimizer do."""
     names = [name for name, _ in model.named_parameters()]
     state = optimizer.state_dict()
     groups = [{**group, "params": [names[key] for key in group["params"]]} for group in state["param_groups"]]
@@ -661,7 +662,7 @@ def test_state_of_a_parameter_that_the_optimizer_does_not_hold_is_named(rank):
 
 
 def snapshot(value: Any) -> Any:
-    """A copy that shares nothing: of sharded values, this rank's part."""
+    """Return a deep copy; of sharded values, this rank's part."""
     if isinstance(value, dict):
         return {key: snapshot(one) for key, one in value.items()}
     if isinstance(value, ShardedTensor):
@@ -674,7 +675,7 @@ def snapshot(value: Any) -> Any:
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 @on_ranks(2)
 def test_what_is_given_is_neither_changed_nor_shared(rank, kind, use_orig_params, mesh):
-    """Also not by the steps that follow; ignored parameters are the optimizer's own too."""
+    """Later steps do not change the result either. Ignored parameters belong to the optimizer too."""
     model = net()
     model = wrap(model, use_orig_params, mesh=mesh, ignored_modules=[model.inp])
     optimizer = OPTIMIZERS["adam"](model.parameters())
@@ -727,7 +728,7 @@ def test_sharded_state_that_one_rank_lacks_or_cannot_load_is_refused_everywhere(
 
 
 class Masters(torch.optim.Optimizer):
-    """SGD over float32 masters of bfloat16 parameters, with a count of steps up in int16."""
+    """SGD over float32 masters of bfloat16 parameters, with step counts in int16."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

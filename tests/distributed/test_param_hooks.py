@@ -1,5 +1,6 @@
-"""Hooks on flat parameters and on the weights of a forward: what they are given, and what becomes of what
-they do."""
+"""Hooks on flat parameters and on the weights of a forward: their arguments, and the effects of their
+changes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ PRECISIONS = {
 def build(
     fsdp: Any, checkpointing: CheckpointImpl | None = None, precision: str = "fp32", **options: Any
 ) -> Any:
-    """Two units whose sizes leave padding at the end of the last shard."""
+    """Return two units whose sizes leave padding at the end of the last shard."""
     strategy = ShardingStrategy[options.pop("strategy", "FULL_SHARD")]
     arguments = {
         "use_orig_params": False,
@@ -58,8 +59,7 @@ def frozen(value: Tensor | None) -> Tensor | None:
 
 
 def record_hooks(model: Any, trace: Trace) -> list[Any]:
-    """Both kinds of hook on all parameters; they note what they see: gradient, ``.grad`` and the parameter
-    itself."""
+    """Register both kinds of hook on all parameters. They record the gradient, ``.grad`` and the parameter."""
 
     def on_gradient(name: str, param: nn.Parameter, grad: Tensor) -> None:
         trace.append((f"{name} gradient", frozen(grad)))
@@ -85,11 +85,11 @@ Body = Callable[[Any, int, Trace], None]
 
 
 def assert_same_trace(body: Body, rank: int) -> Trace:
-    """``body`` sees the same with torch's FSDP1 and with fsdp_c, bit for bit; what fsdp_c has shown is
-    returned.
+    """Assert that ``body`` records bitwise the same with torch's FSDP1 and fsdp_c, and return fsdp_c's
+    record.
 
-    With reduced precision and several forwards torch takes the units' hooks in turns: the order within a unit
-    counts.
+    With reduced precision and several forwards torch interleaves the units' hooks: only the order within a
+    unit is compared.
     """
     expected: Trace = []
     actual: Trace = []
@@ -256,7 +256,7 @@ def test_a_gradient_that_a_hook_keeps_is_not_changed_later(rank: int) -> None:
 
 @on_ranks(2)
 def test_hooks_run_within_the_backward_of_their_model(rank: int) -> None:
-    """What they queue for its end finds reduced gradients, and a hook on any of several tensors runs once."""
+    """Callbacks queued by hooks find reduced gradients, and a hook on several tensors runs once."""
 
     def body(fsdp: Any, rank: int, trace: Trace) -> None:
         model = build(fsdp)
@@ -368,8 +368,7 @@ def test_a_gradient_that_a_hook_takes_away_under_no_sync_is_gone(rank: int, stra
 
 @on_ranks(2)
 def test_parameters_in_a_backward_hook_are_all_there_and_without_gradients(rank: int) -> None:
-    """In a hook of the root's own layer, to which the backward comes when it has reduced the inner
-    unit."""
+    """Parameters are read in a hook of the root's own layer, after the inner unit was reduced."""
     seen = {}
     for which in ("torch", "fsdp_c"):
         inner = wrap(nn.Linear(WIDTH, WIDTH), which)

@@ -1,4 +1,6 @@
-"""Shards of flat parameters become chunks of rows, whole tensors, or shards of another layout, and back."""
+"""Shards of flat parameters are converted to chunks of rows, full tensors, or shards of another layout, and
+back.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def shards(world_size: int, rank: int) -> list[Partition]:
 
 @pytest.fixture(params=[2**20, 0], ids=["small", "large"])
 def large_nbytes(request: pytest.FixtureRequest) -> int:
-    """From which size on tensors count as large ones, which move one by one."""
+    """Return the size from which tensors count as large and move one by one."""
     return request.param
 
 
@@ -140,7 +142,7 @@ def test_ranges_are_joined_alike_where_the_op_cannot_reach(shapes):
 
 
 def test_what_a_rank_has_nothing_of_costs_no_launch():
-    """On a device; most of what goes to one of many ranks is of this kind."""
+    """On a device launches cost time, and most pieces for one of many ranks are empty."""
     source, like = torch.arange(4.0), torch.empty(0)
     with mock.patch.object(torch, "cat", wraps=torch.cat) as cat:
         made = redistribution._join_elsewhere(

@@ -1,4 +1,6 @@
-"""A sharded checkpoint of torch.distributed.checkpoint is resumed on other ranks, with other strategies."""
+"""A sharded checkpoint of torch.distributed.checkpoint is resumed on a different number of ranks and with
+different strategies.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,11 @@ TIMEOUT_S = 600.0
 
 
 class Kind(NamedTuple):
-    """How a model is wrapped."""
+    """Options of wrapping a model."""
 
     strategy: str
     use_orig_params: bool
-    mesh: str  # "" for none, "1-D", or of a hybrid strategy the dimension along which all ranks are
+    mesh: str  # "" for none, "1-D", or for a hybrid strategy the dimension with all ranks
     memory_format: str
 
     @property
@@ -60,8 +62,7 @@ def kinds() -> Iterator[Kind]:
 
 
 class Images(nn.Module):
-    """Images through convolutions, then a vector, a row, one element: what divides unevenly, or not at
-    all."""
+    """Convolutions on images, then a vector, a row and one element: sizes that divide unevenly or not at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ def plain(memory_format: str, seed: int) -> Images:
 
 @functools.cache
 def mesh_of(kind: str) -> DeviceMesh | None:
-    """Made once, as each has process groups of its own."""
+    """Return the mesh, created once per kind as each has its own process groups."""
     world_size = dist.get_world_size()
     shape = {"": (), "1-D": (world_size,), "replicas": (world_size, 1), "shards": (1, world_size)}[kind]
     return init_device_mesh(device().type, shape, mesh_dim_names=("a", "b")[: len(shape)]) if shape else None
@@ -102,7 +103,7 @@ def built(kind: Kind, seed: int) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """The same batch on every rank."""
+    """Run a step with the same batch on every rank."""
     x = torch.randn(3, 2, 5, 4, generator=torch.Generator(device()).manual_seed(seed))
     model(x).square().sum().backward()
     optimizer.step()
@@ -152,8 +153,8 @@ def load_by_older_functions(model: Any, optimizer: Any, folder: Path) -> None:
 def load_by_set_state_dict(model: Any, optimizer: Any, folder: Path) -> None:
     with mock.patch("torch.distributed.checkpoint.state_dict.FSDP", FSDP):
         own = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        # by default the planner drops a ShardedTensor of which this rank has no rows, and then takes the
-        # checkpoint for one of an older format; torch's FSDP1 meets that too
+        # By default the planner drops a ShardedTensor without rows on this rank, and then takes the
+        # checkpoint for one of an older format, also with torch's FSDP1.
         dcp.load(own, checkpoint_id=folder, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
         set_state_dict(model, optimizer, model_state_dict=own["model"], optim_state_dict=own["optimizer"])
 
@@ -166,8 +167,9 @@ WAYS = (load_by_older_functions, load_by_set_state_dict, load_by_own_function)
 
 
 def load(kind: Kind, folder: Path, load_into: Any) -> None:
-    """Into a model of other values: everything is equal at once, and after one more step equal to a plain
-    model's."""
+    """Load into a model with different values. All values must equal the expected ones, and after a step the
+    plain model's.
+    """
     expected = torch.load(folder / "whole.pt", map_location=device())
     model, optimizer = built(kind, 7)
     load_into(model, optimizer, folder)
@@ -199,7 +201,7 @@ def load_all(rank: int, world_size: int, folders: list[Path], saving: int) -> No
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Folders by the number of ranks that saved them, made when first asked for."""
+    """Return a function from the number of saving ranks to the folders, saved on first use."""
     made: dict[int, list[Path]] = {}
     sources = [Kind("FULL_SHARD", True, "", "channels_last"), Kind("FULL_SHARD", False, "1-D", "contiguous")]
     sources += [Kind("NO_SHARD", False, "", "channels_last")]

@@ -1,4 +1,4 @@
-"""python -m fsdp_c selftest: it passes here, on ranks that it starts itself, and names what fails."""
+"""python -m fsdp_c selftest passes on ranks that it starts itself, and names failing checks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Optimizers that each step some of a model's parameters, and parameters that have no state yet: saved and loaded as
-for the plain module."""
+"""Several optimizers, each for some of a model's parameters, and parameters without state are saved and
+loaded as for the plain module.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ both_kinds = pytest.mark.parametrize("kind", [FULL, SHARDED], ids=["full", "shar
 
 
 def built(seed: int, use_orig_params: bool | None, **options: Any) -> Any:
-    """A plain module where ``use_orig_params`` is None."""
+    """Return a unit tree, or a plain module if ``use_orig_params`` is None."""
     torch.manual_seed(seed)
     module = Net(2, tied_head=False).to(device())
     if use_orig_params is None:
@@ -38,14 +39,14 @@ def built(seed: int, use_orig_params: bool | None, **options: Any) -> Any:
 
 
 def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Of every other parameter, flat or not."""
+    """Return two optimizers, each of every other parameter, flat or original."""
     params = list(model.parameters())
     groups = [{"params": params[:1], "lr": 0.02}, {"params": params[2::2]}]
     return [torch.optim.AdamW(groups, lr=0.01), torch.optim.SGD(params[1::2], lr=0.1, momentum=0.9)]
 
 
 def train(model: Any, *optimizers: torch.optim.Optimizer, steps: int = 2) -> None:
-    """With the same data on all ranks, so that the plain module's gradients are the averages."""
+    """Train with equal data on all ranks, so that the plain module's gradients are the averages."""
     for seed in range(steps):
         torch.manual_seed(seed)
         model(torch.randn(3, WIDTH, device=device())).square().mean().backward()
@@ -59,7 +60,7 @@ def names_of(model: Any) -> list[str]:
 
 
 def plain_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
-    """By names, the state that torch's optimizers have of a plain module."""
+    """Return by name the state of torch's optimizers of a plain module."""
     names = {param: name for name, param in model.named_parameters()}
     return {names[param]: own for optimizer in optimizers for param, own in optimizer.state.items()}
 
@@ -74,7 +75,7 @@ def assert_same_states(actual: dict[str, Any], expected: dict[str, Any]) -> None
 
 
 def own_state(*optimizers: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What this rank's optimizers have of parameters with elements here, copied."""
+    """Return a copy of the state of parameters with elements on this rank."""
     return [
         copy.deepcopy(optimizer.state.get(param, {}))
         for optimizer in optimizers
@@ -155,7 +156,7 @@ def test_dcp_saves_and_loads_a_list_of_optimizers(use_orig_params: bool) -> None
     assert_same_own(own_state(*optimizers), expected)
     assert [group["lr"] for optimizer in optimizers for group in optimizer.param_groups] == [0.02, 0.01, 0.1]
     fresh = two_optimizers(model)
-    checkpoint.load(model, fresh, path)  # what DCP saved
+    checkpoint.load(model, fresh, path)  # saved by DCP
     assert_same_own(own_state(*fresh), expected)
 
 
@@ -214,7 +215,7 @@ def test_one_parameter_of_two_optimizers_is_refused_by_name(rank: int) -> None:
 
 
 def unfrozen(use_orig_params: bool | None, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    """Trained while a part was frozen: biases, or where a unit is frozen as a whole, a block."""
+    """Return a model trained while a part was frozen: biases, or a block if units are frozen as a whole."""
     model = built(0, use_orig_params, **options)
     frozen = [
         param
@@ -250,7 +251,7 @@ def test_an_unfrozen_parameter_is_saved_without_a_state(use_orig_params: bool, k
     fresh = torch.optim.AdamW(model.parameters())
     checkpoint.load(model, fresh, path)
     assert_same_own(own_state(fresh), expected)
-    train(model, optimizer)  # and has one from now on
+    train(model, optimizer)  # has state from now on
     assert sorted(saved(model, optimizer, kind)["state"]) == sorted(names_of(built(0, None)))
 
 

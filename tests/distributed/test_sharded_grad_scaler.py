@@ -1,5 +1,6 @@
-"""ShardedGradScaler: scales, parameters and skipped steps bitwise those of torch's FSDP1, also with inf on
-one rank."""
+"""ShardedGradScaler: scales, parameters and skipped steps are bitwise torch's FSDP1's, also with inf on one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def build(name: str, **arguments: Any) -> Any:
 def trained(
     name: str, rank: int, overflow: dict[int, int], unscale: bool, **arguments: Any
 ) -> dict[str, Any]:
-    """Scales, losses and parameters of STEPS steps; step s meets an inf on rank ``overflow[s]`` alone."""
+    """Return scales, losses and parameters of STEPS steps. In step s only rank ``overflow[s]`` has an inf."""
     model = build(name, **arguments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scaler = SCALERS[name](
@@ -119,7 +120,7 @@ def test_inf_on_one_rank_skips_the_step_on_all(rank: int, overflowing: int, opti
 
 @on_ranks(2)
 def test_fused_optimizer_of_torch_steps_on_the_ranks_without_inf(rank: int) -> None:
-    """torch's scaler asks no other rank where the optimizer looks for inf itself: the ranks drift apart."""
+    """torch's scaler does not communicate if the optimizer looks for inf itself: the ranks drift apart."""
     weight = nn.Parameter(torch.ones(3))
     optimizer = OPTIMIZERS["fused"]([weight])
     scaler = Upstream(device().type, init_scale=4.0)
@@ -187,7 +188,7 @@ def test_what_was_found_has_the_shape_of_torchs(rank: int, how: str) -> None:
 
 
 def test_gradients_in_bfloat16_are_unscaled_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_c.sharded_grad_scaler._WIDE_NUMEL", 3)  # on a GPU
+    monkeypatch.setattr("fsdp_c.sharded_grad_scaler._WIDE_NUMEL", 3)  # used on a GPU
     grads = [torch.arange(10.0).bfloat16(), torch.arange(6.0).bfloat16().view(2, 3).t()]
     expected = [(grad * 0.3).bfloat16() for grad in (each.float() for each in grads)]
     found, scale = torch.zeros(1), torch.tensor([0.3])

@@ -1,4 +1,4 @@
-"""SHARDED_STATE_DICT and LOCAL_STATE_DICT: values, metadata and loading, next to torch's FSDP1."""
+"""SHARDED_STATE_DICT and LOCAL_STATE_DICT: values, metadata and loading, compared with torch's FSDP1."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ both_forms = pytest.mark.parametrize("mesh", [False, True])
 
 
 class Odd(nn.Module):
-    """Fewer rows than ranks, rows that do not divide, one that is shared, buffers, another memory format."""
+    """A module with fewer rows than ranks, unevenly dividing rows, a shared parameter, buffers, and another
+    memory format.
+    """
 
     def __init__(self, memory_format: torch.memory_format = torch.channels_last) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ def odd(seed: int = 0, **options: Any) -> Odd:
 
 
 def contiguous(seed: int = 0) -> Odd:
-    """torch makes no ShardedTensor of a channels_last parameter."""
+    """Return a contiguous model: torch makes no ShardedTensor of a channels_last parameter."""
     return odd(seed, memory_format=torch.contiguous_format)
 
 
@@ -85,7 +87,7 @@ def load(model: Any, kind: StateDictType, state: dict[str, Any], strict: bool = 
 
 
 def load_transformed(model: Any, kind: StateDictType, state: dict[str, Any]) -> Any:
-    """Where the modules themselves copy what they load."""
+    """Load through modules that copy the loaded values themselves."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module._register_load_state_dict_pre_hook(lambda *args: None)
@@ -201,7 +203,7 @@ def test_saved_values_have_memory_of_their_own(rank):
 @both_views
 @on_ranks(2)
 def test_empty_parameters_are_saved_and_loaded(use_orig_params):
-    """Torch divides by the number of rows."""
+    """torch divides by the number of rows."""
 
     def small(value: float) -> nn.Module:
         module = nn.Module()
@@ -369,27 +371,27 @@ def test_rows_of_another_number_of_ranks_are_refused(rank):
 @both_views
 @on_ranks(2)
 def test_local_dict_equals_torchs(rank, use_orig_params, offload):
-    """With use_orig_params the original parameters stand beside the flat ones."""
+    """With use_orig_params the dict contains original parameters besides the flat ones."""
     states = []
     for which in ("torch", "fsdp_c"):
         model = wrap(odd(), use_orig_params, which)
         train(model, rank)
         states.append(saved(model, LOCAL, LocalStateDictConfig(offload_to_cpu=offload)))
-    # torch moves shared parameters behind others of their module
+    # torch moves shared parameters behind the others of their module
     assert sorted(states[0]) == sorted(states[1])
     assert use_orig_params or list(states[0]) == list(states[1])
     assert ("net.inp.weight" in states[1]) == use_orig_params
     for name in states[0]:
         if isinstance(states[0][name], ShardedTensor):
-            states[0][name].metadata().tensor_properties.requires_grad = False  # of what is detached
+            # in torch's, of a detached tensor
+            states[0][name].metadata().tensor_properties.requires_grad = False
         assert_same_value(name, states[0][name], states[1][name])
 
 
 @both_views
 @on_ranks(4)
 def test_local_dict_saves_and_loads_with_either_kind_of_parameters(rank, use_orig_params):
-    """With use_orig_params torch saves what it cannot load. The flat parameters are
-    taken."""
+    """With use_orig_params torch saves dicts that it cannot load. fsdp_c loads the flat parameters."""
     source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
     train(source, rank)
     buffer = io.BytesIO()
@@ -408,7 +410,7 @@ def test_local_dict_saves_and_loads_with_either_kind_of_parameters(rank, use_ori
 @both_views
 @on_ranks(2)
 def test_local_values_are_loaded_within_a_unit_that_shards_nothing(use_orig_params):
-    """The outer unit loads whole tensors, the inner one its own part of its flat parameter."""
+    """The outer unit loads unsharded tensors, the inner one its shard of its flat parameter."""
     models = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -446,7 +448,7 @@ def test_local_values_are_views_of_the_shard():
 @pytest.mark.parametrize("direction", ["torch to fsdp_c", "fsdp_c to torch", "fsdp_c to fsdp_c"])
 @on_ranks(4)
 def test_dcp_checkpoint_is_exchanged_and_divided_anew(rank, mesh, direction, tmp_path):
-    """Saved by four ranks, loaded by two, in separate groups."""
+    """Four ranks save and two load, in separate groups."""
     source_name, target_name = direction.split(" to ")
     path = str(tmp_path)
     source = wrap(contiguous(0), True, source_name, mesh)
@@ -472,7 +474,7 @@ def test_dcp_checkpoint_is_exchanged_and_divided_anew(rank, mesh, direction, tmp
 @both_views
 @on_ranks(4)
 def test_rows_divided_over_all_ranks_load_where_units_shard_over_some(rank, use_orig_params):
-    """torch's load_sharded_optimizer_state_dict divides them so under hybrid sharding, too."""
+    """torch's load_sharded_optimizer_state_dict divides rows this way under hybrid sharding too."""
     source = wrap(contiguous(0), use_orig_params)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     target = wrap(contiguous(1), use_orig_params, process_group=groups[rank // 2])
@@ -483,7 +485,7 @@ def test_rows_divided_over_all_ranks_load_where_units_shard_over_some(rank, use_
 
 @on_ranks(2)
 def test_full_config_objects_are_shared_by_the_units():
-    """What is written into the object the caller passed is seen by every unit."""
+    """Every unit sees later changes of the caller's config object."""
     model = wrap(odd(), True)
     config = FullStateDictConfig()
     with type(model).state_dict_type(model, FULL, config):

@@ -1,4 +1,4 @@
-"""FULL_STATE_DICT: names, values, memory and errors, next to torch's FSDP1 and to the unwrapped model."""
+"""FULL_STATE_DICT: names, values, memory and errors, compared with torch's FSDP1 and the plain module."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_values_own_their_memory(rank: int, strategy: str, use_orig_params: bool
 @both_views
 @on_ranks(2)
 def test_copies_on_every_rank_are_warned_of_once_per_save(use_orig_params: bool) -> None:
-    """Each unit of torch's warns; on a CPU device it cannot be asked."""
+    """torch warns once per unit. Its warnings cannot be compared on a CPU device."""
 
     def warned(module: Any, **config: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
@@ -172,8 +172,7 @@ def test_rank0_only_leaves_other_ranks_what_no_unit_manages(
 @both_views
 @on_ranks(2)
 def test_save_holds_one_unit_at_a_time(rank: int, use_orig_params: bool) -> None:
-    """Nothing is gathered on the modules, and the buffers of a transfer are those of the largest unit at
-    most."""
+    """Modules get no unsharded parameters, and a transfer's buffers are at most as large as the largest unit."""
     from fsdp_c import _C
     from fsdp_c.state import redistribution, sharded_values
 
@@ -214,7 +213,7 @@ def test_gradients_and_optimizer_views_survive_a_save(use_orig_params: bool) -> 
 
 
 class Unread:
-    """Stands for a tensor in a file, as Lightning's lazy checkpoints do: any function of torch reads it."""
+    """A tensor in a file, as in Lightning's lazy checkpoints: any function of torch reads it."""
 
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
     most_alive = 0
@@ -258,14 +257,14 @@ def test_wrong_shape_names_the_entry_and_loads_nothing(use_orig_params: bool) ->
 
 
 class Counted(nn.Module):
-    """A block with buffers, one of which it shares with another's."""
+    """A block with buffers, one of them shared with another block."""
 
     def __init__(self, shared: Tensor) -> None:
         super().__init__()
         self.block = Block()
         self.register_buffer("count", torch.zeros(3))
         self.register_buffer("shared", shared)
-        self.register_buffer("repeated", torch.zeros(1).expand(4))  # nothing can be copied into it
+        self.register_buffer("repeated", torch.zeros(1).expand(4))  # cannot be copied into
         self.register_buffer("passing", torch.zeros(2), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -290,7 +289,7 @@ class Late(nn.Module):
 
 
 def in_forward(_: list[Any]) -> None:
-    """The forward has done it."""
+    """Do nothing: the forward has made the change."""
 
 
 def after_forward(layers: list[Any]) -> None:
@@ -346,7 +345,8 @@ def test_buffers_that_come_later_are_saved_as_by_torch(
                     other.load_state_dict(model.state_dict())
                     assert_same(found[which], buffers_in(other))
         assert_same(found["torch"], found["fsdp_c"])
-        if kind != LOCAL and change is not replaced:  # torch gives what replaces another the dtype of that
+        # torch casts a replacement to the dtype of the replaced buffer
+        if kind != LOCAL and change is not replaced:
             assert {name: value.dtype for name, value in found["fsdp_c"].items()} == dtypes
 
 
@@ -439,7 +439,7 @@ def test_selection_returns_the_previous_settings_and_warns() -> None:
 
 
 class Refuses(nn.Module):
-    """Saving it fails."""
+    """A module that cannot be saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -453,7 +453,7 @@ class Refuses(nn.Module):
 
 @on_ranks(2)
 def test_failed_save_leaves_the_model_as_it_was() -> None:
-    """Torch leaves the parameters gathered."""
+    """torch leaves the parameters unsharded."""
     module = Refuses()
     model = wrap(module, auto_wrap_policy=None)
     shown = module.weight
@@ -497,7 +497,7 @@ def test_saved_entries_are_logged_at_info() -> None:
 
 
 class Versioned(nn.Linear):
-    """Notes the version that a loaded dict has of it."""
+    """Records the version of its entry in a loaded dict."""
 
     _version = 3
     seen = -1

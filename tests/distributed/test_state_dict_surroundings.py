@@ -1,8 +1,8 @@
-"""Every kind of state dict is got and loaded in every place of a script: with torch's values, or refused by
+"""Every kind of state dict is read and loaded at every point of a script: with torch's values, or refused by
 an error.
 
-Where torch's own are wrong (LOCAL with original parameters, offloading on a CPU device, ranks that are shown
-nothing), what it gives outside of the place is expected.
+Where torch's own values are wrong (LOCAL with use_orig_params, offloading on a CPU device, ranks without
+summoned parameters), the expected values are those that torch returns outside of that point.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ BUSY = (in_hook_of_inner_unit, in_hook_of_module, in_backward)
 
 
 def summons(use_orig_params: bool) -> list[dict[str, bool]]:
-    """All legal arguments of ``summon_full_params``."""
+    """Return all legal arguments of ``summon_full_params``."""
     names = ("recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads")
     every = [dict(zip(names, values, strict=True)) for values in itertools.product((True, False), repeat=5)]
     return [
@@ -149,7 +149,7 @@ def loaded(model: Any, kind: StateDictType, state: dict[str, Any]) -> Any:
 
 
 def attempt(work: Work) -> Any:
-    """The result, or the exception."""
+    """Return the result or the exception."""
     try:
         return work()
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:
@@ -187,7 +187,7 @@ def are_same(one: Any, other: Any) -> bool:
 
 
 def values_elsewhere(kind: StateDictType, use_orig_params: bool) -> dict[str, Any]:
-    """What torch gives outside of all places."""
+    """Return torch's values outside of all such points."""
     return plain_values(got(built("torch", use_orig_params), kind))
 
 
@@ -205,14 +205,14 @@ def test_state_is_got_and_loaded_wherever_units_are_idle(rank, kind, use_orig_pa
             results.append(place(model, rank, lambda model=model: plain_values(got(model, KINDS[kind]))))
         if not (
             kind == "local" and place is between_forward_and_backward
-        ):  # where torch's parameters are whole
+        ):  # torch's parameters are unsharded there
             assert are_same(*results), name
         assert are_same(values_elsewhere(KINDS[kind], use_orig_params), results[1]), name
         model = built("fsdp_c", use_orig_params)
         keys = place(model, rank, lambda model=model: loaded(model, KINDS[kind], state))
         assert keys.missing_keys == keys.unexpected_keys == [], name
         assert are_same(whole, plain_values(got(model, FULL))), name
-        model(batch(rank)).sum().backward()  # it trains on
+        model(batch(rank)).sum().backward()  # training continues
 
 
 @both_views
@@ -242,12 +242,12 @@ def test_state_is_got_inside_every_summon(rank, kind, use_orig_params):
         hidden = arguments["rank0_only"] and rank != 0
         for which in ("torch", "fsdp_c"):
             if which == "torch" and arguments["offload_to_cpu"]:
-                continue  # it frees what it shows
+                continue  # torch frees the summoned tensors
             model = built(which, use_orig_params)
             with type(model).summon_full_params(model, **arguments):
                 found = attempt(lambda model=model: got(model, KINDS[kind]))
             if hidden and which == "torch":
-                continue  # it gives what is left of a shard
+                continue  # torch returns the remains of a shard
             if hidden:
                 assert isinstance(found, AssertionError) and "only rank 0 can save" in str(found), arguments
             else:
@@ -292,7 +292,7 @@ def test_state_is_loaded_inside_every_summon_into_what_is_shown(rank, kind, use_
     before = values_elsewhere(FULL, use_orig_params)
     for arguments in summons(use_orig_params):
         if arguments["rank0_only"] and not arguments["recurse"]:
-            continue  # what of the model is loaded differs between ranks
+            continue  # the loaded part of the model differs between ranks
         model = built("fsdp_c", use_orig_params)
         with type(model).summon_full_params(model, **arguments):
             found = attempt(lambda model=model: loaded(model, KINDS[kind], state))
@@ -309,7 +309,7 @@ def test_state_is_loaded_inside_every_summon_into_what_is_shown(rank, kind, use_
 @both_views
 @on_ranks(2)
 def test_local_state_is_refused_inside_summon_and_nothing_is_changed(use_orig_params):
-    """The shard is that of before there; torch says that shards exceed the tensor."""
+    """The shard is unchanged. torch raises that shards exceed the tensor."""
     source = built("fsdp_c", use_orig_params, seed=1)
     state = got(source, LOCAL)
     before = values_elsewhere(FULL, use_orig_params)

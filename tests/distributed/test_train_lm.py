@@ -1,5 +1,6 @@
-"""examples/train_lm.py as a user runs it: outputs, resuming, equality with torch's FSDP1, one message for bad
-input."""
+"""examples/train_lm.py run as by a user: outputs, resuming, equality with torch's FSDP1, and one message for
+bad input.
+"""
 
 import math
 import os
@@ -52,7 +53,7 @@ def train(*flags: str, world_size: int = 2) -> subprocess.CompletedProcess[str]:
 
 
 def succeed(*flags: str) -> str:
-    """Run the script; what it printed. A failure shows what it said."""
+    """Run the script and return its output. A failure shows the error output."""
     done = train(*flags)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -60,13 +61,13 @@ def succeed(*flags: str) -> str:
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a whole run compared with torch's FSDP1, and what was printed."""
+    """Return the folder of a complete run compared with torch's FSDP1, and its output."""
     out = tmp_path_factory.mktemp("lm") / "run"
     return out, succeed("--out", str(out), "--against", "torch")
 
 
 def plain_model(path: Path) -> torch.nn.Module:
-    """The model of a checkpoint, without FSDP."""
+    """Return the model of a checkpoint, without FSDP."""
     plain = train_lm.GPT(train_lm.ModelConfig(layers=1, width=16, heads=2, context=CONTEXT))
     checkpoint.load(plain, None, path)
     return plain
@@ -94,7 +95,7 @@ def test_training_equals_torch_fsdp1_bit_for_bit(finished_run: tuple[Path, str])
 
 
 def assert_same_checkpoint(one: Path, other: Path) -> None:
-    """Parameters, optimizer state, progress."""
+    """Assert equal parameters, optimizer state and progress."""
     assert differences(one, other) == []
 
 
@@ -118,7 +119,7 @@ def test_resume_auto_passes_over_a_damaged_checkpoint(finished_run: tuple[Path, 
 def test_resuming_with_another_number_of_ranks_strategy_and_implementation(
     finished_run, tmp_path: Path
 ) -> None:
-    """The first step after it starts from the same parameters, in torch's FSDP as well."""
+    """The first step after a resume starts from the same parameters, also in torch's FSDP."""
     out, _ = finished_run
     flags = ["--resume", str(out / "step-000002"), "--steps", "2"]
     one = train(

@@ -1,4 +1,4 @@
-"""examples/weight_sync.py as a user runs it: the engine has the weights of each step."""
+"""examples/weight_sync.py run as by a user: the engine has the weights of each step."""
 
 from __future__ import annotations
 

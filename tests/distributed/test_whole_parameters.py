@@ -1,4 +1,6 @@
-"""fsdp_c.optim.WholeParameters: optimizers that look at whole parameters, over shards, beside the plain model."""
+"""fsdp_c.optim.WholeParameters: optimizers that need unsharded parameters, on shards, compared with the plain
+model.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ class Model(nn.Module):
 
 
 def matrices_by_muon(named: Named) -> list[Optimizer]:
-    """As the largest models are trained: Muon for matrices, AdamW for all else."""
+    """Optimize as the largest models do: Muon for matrices, AdamW for all other parameters."""
     matrices = [param for name, param in named if param.dim() == 2 and "head" not in name]
     others = [param for name, param in named if param.dim() != 2 or "head" in name]
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
@@ -72,7 +74,9 @@ def decayed_sgd(named: Named) -> Optimizer:
 
 
 class Factored(Optimizer):
-    """Keeps what the optimizers of libraries keep: lists as SOAP does, dicts, tuples, other dtypes, numbers."""
+    """Keeps the kinds of state that libraries' optimizers keep: lists as in SOAP, dicts, tuples, other
+    dtypes, numbers.
+    """
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -152,7 +156,9 @@ def hybrid() -> dict[str, Any]:
 
 
 def same_values(model: FSDP, plain: nn.Module) -> None:
-    """To the bit: ranks have the same batch, so that averaging their gradients rounds nothing."""
+    """Assert bitwise equal values: ranks have the same batch, so that averaging their gradients does not
+    round.
+    """
     with FSDP.summon_full_params(model):
         for (name, ours), theirs in zip(model.module.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours, theirs), name
@@ -165,8 +171,9 @@ def trained_alike(
     bucket_nbytes: int = BUCKET_NBYTES,
     **options: Any,
 ) -> tuple[nn.Module, FSDP, list[Optimizer], WholeParameters]:
-    """A plain model, the same one wrapped, and the optimizers of both: every parameter is the same at the
-    end."""
+    """Train a plain model and the same model wrapped. Assert equal parameters and return both with their
+    optimizers.
+    """
     plain = plain or plain_model()
     model = wrapped(plain, **options)
     expected = as_list(factory(list(plain.named_parameters())))
@@ -193,7 +200,7 @@ def test_bits_are_those_of_the_plain_model(
 
 @on_ranks(2)
 def test_large_parameters_and_what_no_unit_manages() -> None:
-    """Tensors above 1 MiB go from rank to rank, each from where it lies."""
+    """Tensors above 1 MiB are sent individually, without a copy into a buffer."""
     torch.manual_seed(2)
     plain = nn.Sequential(nn.Linear(WIDTH, 700), nn.Linear(700, 701), nn.Linear(701, WIDTH)).to(device())
     ours = copy.deepcopy(plain)
@@ -235,7 +242,7 @@ def test_replicas_divide_the_work(rank: int, use_orig_params: bool) -> None:
 
 @on_ranks(4)
 def test_ranks_have_equal_work(world_size: int) -> None:
-    """What they own, in multiplications of a step, is within 1.2 of an equal share."""
+    """The work of each rank, in multiplications per step, is within 1.2 of an equal share."""
     model = wrapped(nn.Sequential(*(Layer(inner) for inner in (32, 64, 96) * 8)), use_orig_params=True)
     optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
     costs = [0] * world_size
@@ -260,7 +267,7 @@ def test_ranks_have_equal_work(world_size: int) -> None:
 
 @on_ranks(4)
 def test_each_rank_has_work_in_each_bucket(world_size: int) -> None:
-    """One without would wait for what moves."""
+    """A rank without work would wait for the transfers."""
     model = wrapped(nn.Sequential(*(Layer(inner) for inner in (32, 64, 96) * 8)), use_orig_params=True)
     optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
     optimizer._bucket_nbytes = -(-sum(whole.nbytes for whole in optimizer._wholes) // 8)
@@ -289,7 +296,7 @@ def test_between_steps_a_rank_holds_state_of_its_own_alone() -> None:
 
 
 class Random:
-    """A model, how it is wrapped, and what steps it, of a seed."""
+    """A random model, wrapping and optimizers, from a seed."""
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
@@ -320,7 +327,7 @@ def test_random_programs_train_as_the_plain_model(seed: int) -> None:
             optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved))
         for trained, optimizers in ((plain, expected), (model, [optimizer])):
             if step == 2:
-                train(trained, [], range(9, 10))  # a backward more, before the one that is stepped
+                train(trained, [], range(9, 10))  # one more backward before the one with a step
             train(trained, optimizers, range(step, step + 1))
     same_values(model, plain)
 
@@ -355,7 +362,8 @@ def test_parameters_without_gradients_are_left_alone() -> None:
     plain = plain_model()
     plain.layers[1].requires_grad_(False)
     _, model, expected, optimizer = trained_alike(FACTORIES["adamw"], 2, plain, use_orig_params=True)
-    for optimizers, trained in ((expected, plain), ([optimizer], model)):  # a layer is not reached
+    # a layer that the forward does not reach
+    for optimizers, trained in ((expected, plain), ([optimizer], model)):
         trained.layers[2].forward = lambda x: x
         train(trained, optimizers, range(2, 4))
     same_values(model, plain)
@@ -427,7 +435,7 @@ def test_full_state_is_that_of_the_plain_optimizer(
     plain, model, expected, optimizer = trained_alike(FACTORIES[kind], 2, **options)
     saved = FSDP.optim_state_dict(model, optimizer)
     same_state(saved["state"], expected, plain)
-    other = wrapped(plain, use_orig_params=not use_orig_params)  # another wrapping goes on from there
+    other = wrapped(plain, use_orig_params=not use_orig_params)  # a different wrapping continues from there
     resumed = WholeParameters(other, FACTORIES[kind])
     resumed.load_state_dict(FSDP.optim_state_dict_to_load(other, resumed, saved))
     train(plain, expected, range(2, 4))
@@ -436,7 +444,7 @@ def test_full_state_is_that_of_the_plain_optimizer(
 
 
 def decayed_or_factored(named: Named) -> list[Optimizer]:
-    """State of the parameter's shape, and of others."""
+    """Return optimizers with state of the parameter's shape, and of other shapes."""
     factored = [param for name, param in named if "up" in name or "head" in name]
     decayed = [param for name, param in named if not ("up" in name or "head" in name)]
     return [torch.optim.SGD(decayed, lr=0.1, momentum=0.9), Factored(factored, lr=0.01)]
@@ -525,7 +533,7 @@ def test_state_of_replicas_owners_is_saved_and_loaded(rank: int) -> None:
 
 
 def common_folder() -> str:
-    """A new one, the same on all ranks."""
+    """Return a new folder, the same on all ranks."""
     told = [tempfile.mkdtemp()]
     dist.broadcast_object_list(told)
     return told[0]
@@ -534,7 +542,7 @@ def common_folder() -> str:
 @both_views
 @on_ranks(2)
 def test_dcp_saves_and_loads_sharded_state(use_orig_params: bool) -> None:
-    """Nothing is gathered: a tensor of another shape is one shard, of its owner."""
+    """Nothing is all-gathered: a tensor of another shape is a single shard, on its owner."""
     torch.manual_seed(3)
     plain = nn.Sequential(Layer(7), Layer(24), nn.Linear(WIDTH, 5)).to(device())
     model = wrapped(plain, use_orig_params=True)
@@ -566,7 +574,7 @@ def test_dcp_saves_and_loads_sharded_state(use_orig_params: bool) -> None:
 
 @on_ranks(2)
 def test_dcp_makes_no_step_of_its_own_where_there_is_state() -> None:
-    """As get_optimizer_state_dict() does for a new optimizer, to know what it will hold."""
+    """get_optimizer_state_dict() runs a step of a new optimizer, to create its state."""
     plain, model, expected, optimizer = trained_alike(matrices_by_muon, 2, use_orig_params=True)
     _init_optim_state(optimizer)
     saved = FSDP.optim_state_dict(model, optimizer)
@@ -582,7 +590,7 @@ def test_dcp_makes_no_step_of_its_own_where_there_is_state() -> None:
 @pytest.mark.parametrize("rank0_only", [True, False])
 @on_ranks(2)
 def test_state_moves_to_other_owners(rank: int, rank0_only: bool) -> None:
-    """From rank 0 alone, or from the shards of another wrapping's owners."""
+    """State is loaded from rank 0 only, or from the shards of a different wrapping's owners."""
     plain = plain_model()
     model = wrapped(plain, use_orig_params=True)
     optimizer = WholeParameters(model, FACTORIES["factored"])
@@ -615,7 +623,7 @@ def as_tensor(value: Any) -> torch.Tensor:
 
 
 def swapped_owners(model: FSDP) -> WholeParameters:
-    """Whose parameters are stepped by the other of two ranks."""
+    """Return an optimizer in which each of two ranks owns the other's parameters."""
     choose = whole_parameters._choose_owners
 
     def swapped(wholes: Any) -> None:
@@ -688,7 +696,7 @@ def test_unreduced_gradients_of_one_rank_are_an_error_on_all(rank: int) -> None:
 
 
 class RaisesOnce(torch.optim.SGD):
-    """On rank 1, in its first step."""
+    """Raises in its first step, on rank 1."""
 
     steps = 0
 
@@ -709,7 +717,7 @@ def test_an_optimizer_that_raises_on_one_rank_is_an_error_on_all(bucket_nbytes: 
         train(model, [optimizer], range(1))
     assert "the optimizer of rank 1 raised ArithmeticError: no inverse" in str(raised.value)
     assert "go on from a checkpoint" in str(raised.value)
-    if bucket_nbytes is None:  # of one bucket nothing has gone back
+    if bucket_nbytes is None:  # with one bucket nothing was sent back yet
         same_values(model, plain)
     train(model, [optimizer], range(1, 2))
 
@@ -768,7 +776,7 @@ def test_with_no_optimizer_on_ranges_the_flat_parameters_are_known_again() -> No
 @both_views
 @on_ranks(2)
 def test_muon_of_shards_names_whole_parameters(use_orig_params: bool) -> None:
-    """Its own errors are of shapes alone; those of plain parameters stay as they are."""
+    """Muon's own errors contain shapes only; errors for plain parameters are unchanged."""
     model = FSDP(nn.Linear(3, 3), use_orig_params=use_orig_params, device_id=device())
     matrices = [param for param in model.parameters() if param.dim() == 2]
     for params, words in (

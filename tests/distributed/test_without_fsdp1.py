@@ -1,5 +1,6 @@
-"""On a torch whose FSDP1 has gone: the same bits, and objects and checkpoints that go both ways. In fresh
-processes."""
+"""A torch without FSDP1 gives the same bits, and exchanges objects and checkpoints in both directions. Each
+way runs in fresh processes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ RANKS = 2
 
 
 def run(way: str, folder: Path) -> list[dict[str, Any]]:
-    """What ``tests.without_fsdp1`` wrote on each rank. Fails with the output of a rank that failed."""
+    """Return the output of ``tests.without_fsdp1`` on each rank. Fails with the output of a failed rank."""
     command = [sys.executable, "-m", "tests.without_fsdp1", way]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     ranks = [
@@ -66,7 +67,7 @@ def test_a_torch_without_fsdp1_trains_saves_and_loads_the_same_bits(
 @pytest.mark.timeout(700)
 def test_a_torch_with_fsdp1_loads_what_was_saved_without(folder: Path, present: list[dict[str, Any]]) -> None:
     for way in WAYS:
-        if not (folder / way).exists():  # the test of it runs in another process
+        if not (folder / way).exists():  # the other way's test runs in a different process
             run(way, folder)
     again = folder / "again"
     again.mkdir()
