@@ -9,8 +9,8 @@ of the
 - A collective occupies its multiprocessors as long as it runs. Compute-bound kernels get the rest.
 - All running spans share the memory bandwidth.
 
-If spans need more of a resource than there is, all of them slow down by the same factor. A span whose
-neighbours leave enough for it takes its time of the timeline, and so does a step without overlapping spans.
+If spans need more of a resource than there is, all of them slow down by the same factor. A span takes as long as in
+the timeline if its neighbours leave enough of every resource for it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def none_found() -> Iterator[None]:
 def forget() -> None:
     """Drop the findings so far: torch's FSDP1 has races (NO_SHARD with CPU offload, all-gathers by hand).
 
-    The synchronization also keeps later uses of its memory from being reported.
+    Synchronizing first also keeps later uses of torch's memory from being reported.
     """
     if is_on():
         import simulated_gpu
