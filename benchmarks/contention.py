@@ -4,8 +4,7 @@ In the timeline every span takes as long as it does alone. The replay launches t
 host, in the same order and behind the same events, and lets them share the device:
 
 - Kernels share the multiprocessors. A memory-bound kernel occupies a fraction of them equal to its fraction
-of the
-  bandwidth, although it computes nothing.
+  of the bandwidth, although it computes nothing.
 - A collective occupies its multiprocessors as long as it runs. Compute-bound kernels get the rest.
 - All running spans share the memory bandwidth.
 
