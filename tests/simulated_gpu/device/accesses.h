@@ -1,12 +1,12 @@
-/* The race detector: who touched which bytes last, and whether anything orders the next one behind.
+/* The race detector: the last accesses to each byte of memory, and the order between them and the next one.
  *
- * Invariant: cells hold the memory that was touched, as ranges that do not overlap, each with its last write
- * and the last read of each agent since. Two accesses of different agents conflict if one writes; a conflict
- * that nothing orders is reported, once for each pair of names and streams. The host's accesses come before
- * all that it launches later.
+ * Invariant: cells hold the accessed memory as ranges that do not overlap, each with its last write and the
+ * last read of each agent since. Two accesses of different agents conflict if one is a write. A conflict
+ * without an order is reported, once for each pair of names and streams. The host's accesses come before all
+ * of its later launches.
  *
- * SIMULATED_GPU_RACES=0 looks for nothing; SIMULATED_GPU_LOUD=1 says what was found on stderr;
- * SIMULATED_GPU_REPORTS=folder appends it to a file per process. */
+ * SIMULATED_GPU_RACES=0 disables the detector; SIMULATED_GPU_LOUD=1 prints reports to stderr;
+ * SIMULATED_GPU_REPORTS=folder appends them to a file per process. */
 #pragma once
 
 #include <map>
@@ -23,9 +23,9 @@ struct moment {
     int label;
 };
 
-struct cell { /* bytes that were all touched alike, from their key in the map */
+struct cell { /* bytes with equal accesses; their begin is the key in the map */
     uintptr_t end;
-    moment write;              /* of NOBODY: none */
+    moment write;              /* its agent is NOBODY if there was none */
     std::vector<moment> reads; /* since the write, the last of each agent */
 };
 using cell_map = std::map<uintptr_t, cell>;
@@ -37,8 +37,7 @@ struct recorded_access {
     int label;
 };
 
-/* What runs on the stream, or on the host for nullptr, from here to the end of the object; other threads
- * wait. */
+/* A launch on a stream, or on the host for nullptr, as long as the object lives. Other threads wait. */
 class DEVICE_API launch {
   public:
     launch(stream *on, const char *what);
@@ -47,7 +46,8 @@ class DEVICE_API launch {
     launch &operator=(const launch &) = delete;
 
     void access(const void *memory, size_t nbytes, enum access how);
-    void access(const void *memory, size_t nbytes, enum access how, int of_label); /* of another name */
+    void access(const void *memory, size_t nbytes, enum access how,
+                int of_label); /* by a different operation */
 
   private:
     stream *on;
@@ -56,34 +56,33 @@ class DEVICE_API launch {
     int label;
 };
 
-/* What was found since the last call: the two accesses, and where Python stood at the second. */
+/* Return the races found since the last call: both accesses, and Python's position at the second. */
 DEVICE_API std::vector<std::string> take_reports();
-/* How often each operation ran on each stream. */
+/* Return the number of launches of each operation on each stream. */
 DEVICE_API std::vector<std::pair<std::string, int64_t>> launch_counts();
-/* Who says where the program stands; kept for the process. */
+/* Set the function that returns the program's position, for the rest of the process. */
 DEVICE_API void set_place(std::string (*place)());
 
-/* ---- the order of a program: what ran and took memory where, after how much of the other streams' work ----
- */
+/* ---- the order of a program: launches and allocations, and the launches before each ---- */
 struct ordered {
     std::string what;
     int agent;
-    /* by agent, its own included: launches since the log began */
+    /* (agent, number of its launches before this one since the log began), its own included */
     std::vector<std::pair<int, uint64_t>> after;
 };
-DEVICE_API void log_order(bool on); /* it begins empty, as the host knows the device to be through */
+DEVICE_API void log_order(bool on); /* starts empty: the host knows that the device is idle */
 DEVICE_API std::vector<ordered> order_so_far();
 
 /* ---- for memory.cpp ---- */
 
-/* Memory of a stream is given back, while nothing but `known_then` is known to be over: what else still
- * touches it must be over for the stream when it takes memory again, which may be the same. Whether all is
- * over. */
+/* Record a free of memory of the stream `owner`, with `known_then` as the work known to be finished. Other
+ * accesses must be finished for that stream when it allocates again, as it may get the same memory. Return
+ * true if all accesses are finished. */
 bool note_free(uintptr_t first, uintptr_t end, const clock &known_then, int owner);
-/* The stream takes memory, or may do so at once: what still touches what it gave back before is reported,
+/* Report accesses to freed memory of the stream that are not finished when it allocates, or may allocate,
  * unless SIMULATED_GPU_FREES=0. */
 void check_frees(const clock &known_now, int owner);
 void log_alloc(const clock &known_now, int owner);
-void forget(uintptr_t first, uintptr_t end); /* the memory is another now */
+void forget(uintptr_t first, uintptr_t end); /* the addresses are new memory now */
 
 } // namespace simulated_gpu
