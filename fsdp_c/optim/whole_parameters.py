@@ -31,7 +31,14 @@ from fsdp_c.state.sharded_values import from_memory_order, param_layouts, to_mem
 from fsdp_c.state.whole_state import WholeState, has_tensors
 
 BUCKET_NBYTES = 256 * 2**20
-_GRAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_GRAD_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.complex128,
+)
 _HALF_DONE = (
     "The step is done for some parameters and their state, and not for others: go on from a checkpoint"
 )
@@ -39,7 +46,10 @@ _UNREDUCED = 1 + len(_GRAD_DTYPES)  # agreed kind of a gradient that no_sync has
 
 
 class _Ranks(NamedTuple):
-    """Candidate owners of a unit's parameters: the ranks that share a shard, in each group of replicas."""
+    """Candidate owners of parameters: the ranks that share a shard, in each group of replicas.
+
+    Without groups for a parameter that no unit manages: every rank steps it.
+    """
 
     shards: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None
@@ -53,21 +63,17 @@ class _Ranks(NamedTuple):
 
     @property
     def own_place(self) -> tuple[int, int]:
-        return _rank(self.shards), _rank(self.replicas)
+        return self.shards.rank() if self.shards else 0, self.replicas.rank() if self.replicas else 0
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        return [
-            (shard, replica) for replica in range(_size(self.replicas)) for shard in range(_size(self.shards))
-        ]
+        replicas, shards = (group.size() if group else 1 for group in (self.replicas, self.shards))
+        return [(shard, replica) for replica in range(replicas) for shard in range(shards)]
 
-
-def _rank(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else group.rank()
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Groups that together connect all places."""
+        return common.multi_rank_groups(self.shards, self.replicas)
 
 
 class _Whole:
@@ -75,24 +81,27 @@ class _Whole:
 
     def __init__(self, param: nn.Parameter, known: OptimParam) -> None:
         self.param, self.name = param, known.name
-        self.ranks = None if known.module is None else _Ranks.of(known.module)
-        self.layout = None if known.module is None else param_layouts(known.module)[known.indices[0]]
-        # place in ``ranks``; unused for a parameter that no unit manages, which every rank steps
-        self.owner = (0, 0)
-        shape = param.shape if self.layout is None else self.layout.shape
+        if known.module is None:
+            self.ranks = _Ranks(None, None, param.device)
+            shape, self.order = param.shape, None
+            self.shard = rank_partition(param.numel(), 0)
+        else:
+            self.ranks = _Ranks.of(known.module)
+            _, shape, self.order, self.shard, *_ = param_layouts(known.module)[known.indices[0]]
+        self.is_managed = known.module is not None
+        self.owner = (0, 0)  # place in ``ranks``
         self.numel = shape.numel()
-        device = param.device if self.ranks is None else self.ranks.device
         # full shape without memory
-        self._empty = torch.zeros((), dtype=param.dtype, device=device).expand(shape)
+        self._empty = torch.zeros((), dtype=param.dtype, device=self.ranks.device).expand(shape)
         self.held = nn.Parameter(self._empty, param.requires_grad)
 
     @property
     def is_own(self) -> bool:
-        return self.ranks is None or self.owner == self.ranks.own_place
+        return self.owner == self.ranks.own_place
 
     @property
     def is_divided(self) -> bool:
-        return self.ranks is not None and self.ranks.shards is not None
+        return self.ranks.shards is not None
 
     @property
     def nbytes(self) -> int:
@@ -105,34 +114,26 @@ class _Whole:
         least = min(rows, self.numel // rows) if rows else 0
         return least * (2 * self.numel + least**2) if least else self.numel
 
-    @property
-    def is_of_replica(self) -> bool:
-        """True if the owner is among the ranks with the shards of this rank's replica."""
-        return self.ranks is not None and self.owner[1] == self.ranks.own_place[1]
-
     def held_numel(self, rank: int) -> int:
         """Return the number of its elements on ``rank`` of the ranks that share a shard."""
-        if self.layout is None or not self.is_divided:
-            return self.numel
-        start, end = self.layout.shard.bounds(rank)
+        start, end = self.shard.bounds(rank) if self.is_divided else (0, self.numel)
         return end - start
 
     def flat(self, value: Tensor) -> Tensor:
         """Return a 1-D view or copy of a tensor with the shape of ``param`` or ``held``, in memory order."""
         is_part = self.is_divided and value.shape == self.param.shape and value.dim() == 1
-        return value if is_part or self.layout is None else to_memory_order(value, self.layout.order)
+        return value if is_part else to_memory_order(value, self.order)
 
     def shaped(self, flat: Tensor, whole: bool) -> Tensor:
         """Reshape a result of ``flat`` to the full parameter if ``whole``, else to this rank's part."""
-        if self.layout is None or (self.is_divided and not whole):
-            return flat
-        return from_memory_order(flat, self.layout.shape, self.layout.order)
+        is_part = self.is_divided and not whole
+        return flat if is_part else from_memory_order(flat, self.held.shape, self.order)
 
     def release(self) -> None:
         self.held.data, self.held.grad = self._empty, None
 
 
-class _Begun(collections.defaultdict[Tensor, ParamState]):
+class _NonEmptyState(collections.defaultdict[Tensor, ParamState]):
     """Non-empty ``state``, true even if this rank owns no state.
 
     torch.distributed.checkpoint runs a step without gradients for an optimizer whose ``state`` is false.
@@ -197,7 +198,7 @@ class WholeParameters(Optimizer):
         }
         by_held = {whole.held: whole for whole in self._wholes}
         self._stepped = [by_held[held] for group in self._inner_groups() for held in group["params"]]
-        self._beside = _Beside([whole.ranks.device for whole in self._wholes if whole.ranks is not None])
+        self._side_stream = _SideStream([whole.ranks.device for whole in self._wholes])
         self._is_complete = False
         params = iter([whole.param for whole in self._stepped])
         super().__init__(
@@ -222,7 +223,7 @@ class WholeParameters(Optimizer):
     def shares(self) -> tuple[str, ...]:
         """Return a line per set of ranks with the parameters, bytes and work that each rank owns."""
         lines = []
-        for ranks, members in _by_ranks(self._wholes).items():
+        for ranks, members in _by_ranks(whole for whole in self._wholes if whole.is_managed).items():
             count, nbytes, cost = (dict.fromkeys(ranks.places, 0) for _ in range(3))
             for whole in members:
                 count[whole.owner] += 1
@@ -253,7 +254,7 @@ class WholeParameters(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._beside.moving():
+        with self._side_stream.moving():
             having, state_is_loaded = _agree_on_gradients(self._stepped, len(self.state) > 0)
         if state_is_loaded:
             self._take_state()
@@ -262,14 +263,13 @@ class WholeParameters(Optimizer):
         try:
             self._step_buckets(buckets, having, outer)
         finally:
-            self._beside.wait()
+            self._side_stream.wait()
             for bucket in buckets:
                 for whole in bucket:
                     whole.release()
         for group, inner_group in zip(self.param_groups, self._inner_groups(), strict=True):
             group.update(_options(inner_group))
-        torch.autograd.graph.increment_version([whole.param for whole in having if whole.ranks is None])
-        self.state = _Begun(dict)
+        self.state = _NonEmptyState(dict)
         return loss
 
     def _step_buckets(
@@ -278,31 +278,31 @@ class WholeParameters(Optimizer):
         dtypes: dict[_Whole, torch.dtype],
         outer: Sequence[ParamGroup],
     ) -> None:
-        """Step all buckets. Collective. See [Note: Beside the computation]."""
-        beside, error = self._beside, None
-        with beside.moving(after_computation=True):
+        """Step all buckets. Collective. See [Note: Transfers beside the computation]."""
+        side_stream, error = self._side_stream, None
+        with side_stream.moving(after_computation=True):
             gathered = _gathered_on_owners(buckets[0], dtypes)
-            event = beside.event()
+            event = side_stream.event()
         for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
-            beside.wait(event)
+            side_stream.wait(event)
             while gathered:  # pop, so that no reference to a returned bucket remains
                 whole, value, grad = gathered.pop()
                 whole.held.data, whole.held.grad = value, grad
                 del value, grad
             if following is not None:
-                with beside.moving():
+                with side_stream.moving():
                     gathered = _gathered_on_owners(following, dtypes)
-                    event = beside.event()
+                    event = side_stream.event()
             try:
                 if error is None:
                     self._step_inner(outer)
             except Exception as raised:
                 error = raised
             if following is None:
-                with beside.moving():
+                with side_stream.moving():
                     _raise_everywhere(self._stepped, error, _HALF_DONE)
-            with beside.moving(after_computation=True):
-                _return_to_shards([whole for whole in bucket if whole.ranks is not None])
+            with side_stream.moving(after_computation=True):
+                _return_to_shards(bucket)
             for whole in bucket:
                 whole.release()
 
@@ -318,10 +318,10 @@ class WholeParameters(Optimizer):
 
     def _buckets(self, wholes: list[_Whole]) -> Iterator[list[_Whole]]:
         """Yield buckets with equally balanced work on all ranks, as far as single parameters permit."""
-        queues: dict[_Ranks | None, dict[tuple[int, int], list[_Whole]]] = {}
-        for whole in wholes:
-            queues.setdefault(whole.ranks, {}).setdefault(whole.owner, []).append(whole)
-        for by_owner in queues.values():
+        for members in _by_ranks(wholes).values():
+            by_owner: dict[tuple[int, int], list[_Whole]] = {}
+            for whole in members:
+                by_owner.setdefault(whole.owner, []).append(whole)
             count = _bucket_count(list(by_owner.values()), self._bucket_nbytes)
             buckets: list[list[_Whole]] = [[] for _ in range(count)]
             for queue in by_owner.values():
@@ -350,14 +350,14 @@ class WholeParameters(Optimizer):
         kinds = {
             whole.name: _kinds(own_states[whole], whole.held.shape)
             for whole in self._stepped
-            if whole.ranks is not None and whole.is_own and own_states[whole]
+            if whole.is_managed and whole.is_own and own_states[whole]
         }
         described = _told(self._stepped, kinds)
         state: dict[Tensor, ParamState] = {}
         moving: list[tuple[_Whole, str, Tensor | None, torch.dtype]] = []
         for whole in self._stepped:
             own = own_states[whole]
-            if whole.ranks is None:
+            if not whole.is_managed:
                 state[whole.param] = own
                 continue
             kept = state[whole.param] = {}
@@ -409,7 +409,7 @@ class WholeParameters(Optimizer):
             inner.state.clear()
         for whole in self._stepped:
             own = self.state.get(whole.param, {})
-            if whole.ranks is None:
+            if not whole.is_managed:
                 if own:
                     self._inner_of[whole.held].state[whole.held] = own
                 continue
@@ -442,7 +442,7 @@ class WholeParameters(Optimizer):
                     self._inner_of[whole.held].state[whole.held][key] = value
         for inner in filter(quantizes, self._inner):
             inner.state.update({held: quantized(inner, held, own) for held, own in [*inner.state.items()]})
-        self.state = _Begun(dict)
+        self.state = _NonEmptyState(dict)
 
 
 def _options(group: ParamGroup) -> ParamGroup:
@@ -464,11 +464,10 @@ def _wholes_of(model: nn.Module) -> list[_Whole]:
 
 
 def _by_ranks(wholes: Iterable[_Whole]) -> dict[_Ranks, list[_Whole]]:
-    """Return the parameters that units manage, by their candidate owners."""
+    """Return the parameters by their candidate owners."""
     found: dict[_Ranks, list[_Whole]] = {}
     for whole in wholes:
-        if whole.ranks is not None:
-            found.setdefault(whole.ranks, []).append(whole)
+        found.setdefault(whole.ranks, []).append(whole)
     return found
 
 
@@ -534,10 +533,10 @@ def _made(
 # ----------------------------------------------------------------- transfers
 
 
-class _Beside:
+class _SideStream:
     """Side stream for transfers. Transfers and computation alternate on the CPU.
 
-    [Note: Beside the computation]
+    [Note: Transfers beside the computation]
     A bucket is gathered during the computation of the previous one, and returned during that of the next.
     Order on the stream: gather 0, gather 1, return 0, gather 2, return 1. Each return waits for its bucket's
     computation, so the memory of a returned bucket is free for the following gather: two buckets of memory.
@@ -569,17 +568,16 @@ class _Beside:
 
 def _groups_of(wholes: Iterable[_Whole]) -> list[dist.ProcessGroup]:
     """Return the groups that connect all ranks of these parameters."""
-    all_ranks = dict.fromkeys(whole.ranks for whole in wholes if whole.ranks is not None)
-    return [group for ranks in all_ranks for group in common.multi_rank_groups(ranks.shards, ranks.replicas)]
+    return [group for ranks in dict.fromkeys(whole.ranks for whole in wholes) for group in ranks.groups]
 
 
 def _raise_everywhere(wholes: Sequence[_Whole], error: Exception | None, remedy: str) -> None:
     """Raise RuntimeError on all ranks if one has an error. Collective."""
     own = dist.get_rank(), None if error is None else f"{type(error).__name__}: {error}"
-    devices = [whole.ranks.device for whole in wholes if whole.ranks is not None]
     everyone = [own]
-    if devices:
-        everyone += values_if_different(own, repr(own[1]).encode(), _groups_of(wholes), devices[0])
+    if groups := _groups_of(wholes):
+        device = next(whole.ranks.device for whole in wholes if whole.is_managed)
+        everyone += values_if_different(own, repr(own[1]).encode(), groups, device)
     if failed := sorted({(rank, text) for rank, text in everyone if text is not None}):
         causes = [f"the optimizer of rank {rank} raised {text}" for rank, text in failed]
         raise RuntimeError("\n".join([*causes, remedy])) from error
@@ -590,9 +588,6 @@ def _agree_on_gradients(
 ) -> tuple[dict[_Whole, torch.dtype], bool]:
     """Return the dtypes of gradients on any rank, by parameter; and True if any rank has loaded state. Collective."""
     found: dict[_Whole, torch.dtype] = {}
-    for whole in wholes:
-        if whole.ranks is None and whole.param.grad is not None:
-            found[whole] = whole.param.grad.dtype
     for ranks, members in _by_ranks(wholes).items():
         kinds = []  # 0: no gradient; 1 + index of its dtype; or _UNREDUCED
         for whole in members:
@@ -602,7 +597,7 @@ def _agree_on_gradients(
             else:
                 kinds.append(0 if grad is None else 1 + _GRAD_DTYPES.index(grad.dtype))
         flags = torch.tensor([int(state_is_loaded), *kinds], dtype=torch.uint8, device=ranks.device)
-        for group in common.multi_rank_groups(ranks.shards, ranks.replicas):
+        for group in ranks.groups:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
         is_loaded, *agreed = flags.tolist()
         state_is_loaded = state_is_loaded or bool(is_loaded)
@@ -621,41 +616,38 @@ def _gathered_on_owners(
     bucket: Sequence[_Whole], dtypes: dict[_Whole, torch.dtype]
 ) -> list[tuple[_Whole, Tensor, Tensor]]:
     """Return (parameter, value, gradient) of the parameters of a bucket that this rank steps. Collective."""
-    found, managed = [], []
+    parts: list[tuple[_Whole, Tensor]] = []
     for whole in bucket:
         param, grad = whole.param.detach(), whole.param.grad
-        if whole.ranks is None:
-            assert grad is not None
-            found.append((whole, param, grad))
-        else:
-            managed += [
-                (whole, param),
-                (whole, torch.zeros_like(param, dtype=dtypes[whole]) if grad is None else grad),
-            ]
-    moved = _moved_to_owners(managed)
-    for (whole, _), value, grad in zip(managed[::2], moved, moved, strict=True):
-        if value is not None and grad is not None:
-            found.append((whole, value, grad.to(value.dtype)))
-    return found
+        grad = torch.zeros_like(param, dtype=dtypes[whole]) if grad is None else grad
+        parts += [(whole, param), (whole, grad)]
+    moved = _moved_to_owners(parts)
+    return [
+        (whole, value, grad.to(value.dtype))
+        for whole, value, grad in zip(bucket, moved, moved, strict=True)
+        if value is not None and grad is not None
+    ]
 
 
 def _moved_to_owners(parts: Sequence[tuple[_Whole, Tensor]]) -> Iterator[Tensor | None]:
     """Yield each full parameter on its owner, else None, from the parts on one set of ranks. Collective."""
-    divided = [(whole, part) for whole, part in parts if whole.is_of_replica and whole.is_divided]
-    flat = (whole.flat(part) for whole, part in divided)
-    wholes = _redistributed([whole for whole, _ in divided], flat, to_owners=True)
+    if not parts:
+        return
+    ranks = parts[0][0].ranks
+    of_replica = [(whole, part) for whole, part in parts if whole.owner[1] == ranks.own_place[1]]
+    wholes: Iterator[Tensor] | None = None
+    if ranks.shards is not None:
+        flat = (whole.flat(part) for whole, part in of_replica)
+        wholes = _redistributed([whole for whole, _ in of_replica], flat, to_owners=True)
     for whole, part in parts:
-        if not whole.is_of_replica:
+        if whole.owner[1] != ranks.own_place[1]:
             yield None
-        elif whole.is_divided:
+        elif wholes is None:
+            # new memory: the last bits of matrix products depend on alignment
+            yield part.to(ranks.device, copy=True)
+        else:
             value = next(wholes)
             yield whole.shaped(value, whole=True) if whole.is_own else None
-        else:
-            assert whole.ranks is not None
-            # new memory: the last bits of matrix products depend on alignment
-            yield part.to(whole.ranks.device, copy=True)
-    for _ in wholes:  # exhausted, as on the other ranks
-        pass
 
 
 def _redistributed(wholes: Sequence[_Whole], values: Iterable[Tensor], to_owners: bool) -> Iterator[Tensor]:
@@ -663,8 +655,8 @@ def _redistributed(wholes: Sequence[_Whole], values: Iterable[Tensor], to_owners
     if not wholes:
         return
     ranks = wholes[0].ranks
-    assert ranks is not None and ranks.shards is not None
-    shards = [whole.layout.shard for whole in wholes if whole.layout is not None]
+    assert ranks.shards is not None
+    shards = [whole.shard for whole in wholes]
     owners = [rank_partition(whole.numel, whole.owner[0]) for whole in wholes]
     yield from redistribute(
         values,
@@ -690,36 +682,26 @@ def _moved_to_shards(values: Sequence[tuple[_Whole, Tensor | None, torch.dtype]]
     """Return this rank's part of each tensor, full on its owner, on the compute device. Collective."""
     parts: dict[int, Tensor] = {}
     for ranks in dict.fromkeys(whole.ranks for whole, _, _ in values):
-        assert ranks is not None
-        members = [(index, *value) for index, value in enumerate(values) if value[0].ranks == ranks]
-        for replica in range(_size(ranks.replicas)):
-            theirs = [member for member in members if member[1].owner[1] == replica]
-            own = replica == ranks.own_place[1]
-            made = [
-                whole.flat(value).to(ranks.device)
-                if own and value is not None
-                else torch.empty(
-                    0 if own else whole.held_numel(ranks.own_place[0]), dtype=dtype, device=ranks.device
-                )
-                for _, whole, value, dtype in theirs
+        own_shard, own_replica = ranks.own_place
+        for replica in range(ranks.replicas.size() if ranks.replicas else 1):
+            indices = [
+                i for i, (whole, *_) in enumerate(values) if (whole.ranks, whole.owner[1]) == (ranks, replica)
             ]
-            if own and ranks.shards is not None:
-                made = list(_redistributed([whole for _, whole, _, _ in theirs], made, to_owners=False))
-            if ranks.replicas is not None and ranks.replicas.size() > 1:
-                _broadcast(made, ranks.replicas, replica)
-            for (index, whole, _, _), flat in zip(theirs, made, strict=True):
-                parts[index] = whole.shaped(flat, whole=False)
+            made = []
+            for whole, value, dtype in (values[index] for index in indices):
+                if value is None or replica != own_replica:
+                    # the owner's replica receives by _redistributed
+                    numel = 0 if replica == own_replica else whole.held_numel(own_shard)
+                    made.append(torch.empty(numel, dtype=dtype, device=ranks.device))
+                else:
+                    made.append(whole.flat(value).to(ranks.device))
+            if replica == own_replica and ranks.shards is not None:
+                made = list(_redistributed([values[index][0] for index in indices], made, to_owners=False))
+            if made and ranks.replicas is not None and ranks.replicas.size() > 1:
+                dist._broadcast_coalesced(ranks.replicas, made, BUCKET_NBYTES, replica)
+            for index, flat in zip(indices, made, strict=True):
+                parts[index] = values[index][0].shaped(flat, whole=False)
     return [parts[index] for index in range(len(values))]
-
-
-def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
-    """Broadcast ``source``'s tensors into those of other ranks, one transfer per dtype. Collective."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        together = torch.cat(alike)
-        dist.broadcast(together, group=group, group_src=source)
-        for tensor, received in zip(alike, together.split([len(tensor) for tensor in alike]), strict=True):
-            tensor.copy_(received)
 
 
 # ----------------------------------------------------------------- description of state

@@ -107,16 +107,16 @@ def test_whole_parameters_move_in_order(rank: int, offload: bool) -> None:
 def test_a_wait_of_whole_parameters_that_is_left_out_is_found(rank: int, missing: str) -> None:
     import torch
 
-    from fsdp_c.optim.whole_parameters import _Beside
+    from fsdp_c.optim.whole_parameters import _SideStream
 
-    moving = _Beside.moving
+    moving = _SideStream.moving
     with on_gpu() as group, pytest.MonkeyPatch.context() as patched:
         if missing == "of the computation":
-            patched.setattr(_Beside, "wait", lambda self, event=None: None)
+            patched.setattr(_SideStream, "wait", lambda self, event=None: None)
         elif missing == "of the movement":
-            patched.setattr(_Beside, "moving", lambda self, after_computation=False: moving(self))
+            patched.setattr(_SideStream, "moving", lambda self, after_computation=False: moving(self))
         else:
-            patched.setattr(_Beside, "event", lambda self: torch.cuda.Event())
+            patched.setattr(_SideStream, "event", lambda self: torch.cuda.Event())
         with pytest.raises(AssertionError, match="race"), races.none_found():
             step_whole_parameters(rank, group, offload=False)
     races.forget()
