@@ -44,8 +44,6 @@ from fsdp_c.state.sharded_values import (
 )
 from fsdp_c.state.whole_state import WholeState, has_tensors, loaded_state, moved_to_owners
 
-MAX_NAMES = 4  # maximum number of names in a message
-
 
 class LoadOptions(NamedTuple):
     rank0_only: bool  # True if only rank 0 passes a state dict
@@ -199,12 +197,9 @@ def _own_or_meta(one: _OnRank0) -> Tensor:
 
 
 def _is_tensor(value: object) -> bool:
-    if type(value) is Tensor:
-        return value.dim() > 0
     # type checked first: dim() of a ShardedTensor uses its dispatcher
-    if isinstance(value, (_OnRank0, ShardedTensor, DTensor)):
-        return True
-    return isinstance(value, Tensor) and value.dim() > 0
+    is_placed = isinstance(value, (_OnRank0, ShardedTensor, DTensor))
+    return is_placed or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 def _targets(params: OptimParams, states: dict[str, ParamState]) -> list[_Target]:
@@ -328,13 +323,12 @@ def _is_plain(value: Tensor, layout: ParamLayout) -> bool:
 
 
 def _own_part(target: _Target, value: Tensor) -> Tensor:
-    layout = target.layout
-    sharded = handle_of(target.module).layout.sharded
-    # state of another shape is kept, see OptimParam.takes_any_shape
-    if not sharded and value.shape != layout.shape:
+    module, layout = target.module, target.layout
+    if handle_of(module).layout.sharded:
+        return own_part(module, layout, value).clone()
+    if value.shape != layout.shape:  # kept, see OptimParam.takes_any_shape
         return value.clone()
-    part = own_part(target.module, layout, value).clone()
-    return part if sharded else from_memory_order(part, layout.shape, layout.order)
+    return from_memory_order(to_memory_order(value, layout.order).clone(), layout.shape, layout.order)
 
 
 def _shards_from_rank_0(
@@ -543,7 +537,7 @@ def _check_groups(groups: Sequence[ParamGroup], params: OptimParams, keys: dict[
     for index, group in enumerate(groups):
         unknown = sorted(set(group["params"]).difference(known), key=str)
         if unknown:
-            shown = ", ".join(map(repr, unknown[:MAX_NAMES])) + (", ..." if len(unknown) > MAX_NAMES else "")
+            shown = ", ".join(map(repr, unknown[:4]))
             raise KeyError(
                 f"Can't find {shown} from the parameters that the optimizer holds, which "
                 f"param_groups[{index}] of the state dict names ({len(unknown)} in all; the optimizer's have "

@@ -30,10 +30,10 @@ from fsdp_c.state.redistribution import join_ranges
 from fsdp_c.state.sharded_values import (
     Part,
     by_group,
-    from_memory_order,
+    param_layouts,
+    parts_of_shard,
     saved_parts,
     sharded_values,
-    split_shard,
     wholes_of_shards,
 )
 from fsdp_c.state.whole_state import WholeState, full_values, has_tensors, sharded_value
@@ -93,7 +93,7 @@ def save_optim_state(
 # ----------------------------------------------------------------- agreement
 
 
-class _Told(NamedTuple):
+class _RankReport(NamedTuple):
     """Report of one rank to all others."""
 
     held: dict[str, _Held]
@@ -114,17 +114,17 @@ def _agree(
         for known, state in local.items()
         if known.module is not None and holds_elements(known)
     }
-    mine = _Told(
+    mine = _RankReport(
         _described(managed, own),
         frozenset(name for name, known in managed.items() if name not in own and _own_numel(known)),
         digest_of(repr(sorted(managed)).encode()),
         _misfit(managed, own),
     )
     with collective_errors.explained("gathering optimizer states"):
-        told = common.all_gather_objects(mine, group)
-    if errors := [one.error for one in told if one.error is not None]:
+        reports = common.all_gather_objects(mine, group)
+    if errors := [report.error for report in reports if report.error is not None]:
         raise ValueError(errors[0])
-    held = [one.held for one in told]
+    held = [report.held for report in reports]
     if not params.use_orig_params:
         missing = {rank: [name for name in held[0] if name not in one] for rank, one in enumerate(held)}
         if any(missing.values()):
@@ -139,14 +139,14 @@ def _agree(
             _check_same_tensors(name, held)
         return {managed[name]: mine.held[name] for name in held[0]}
     names = {name for one in held for name in one}
-    if names and len({one.names for one in told}) > 1:
+    if names and len({report.names for report in reports}) > 1:
         raise RuntimeError(
             "ranks call the model's parameters by different names (do they ignore different modules?), so "
             f"that optimizer state cannot be saved by name: rank {dist.get_rank(group)} has "
             f"{first_names(sorted(managed))}. Save optimizer.state_dict() of each rank instead"
         )
-    for rank, one in enumerate(told):
-        for name in sorted(one.lacking & names):
+    for rank, report in enumerate(reports):
+        for name in sorted(report.lacking & names):
             raise ValueError(
                 f"rank {rank} holds elements of {name} but no optimizer state of it, as other ranks do"
             )
@@ -283,9 +283,10 @@ def _tensors(
     }
     for module, same_unit in _by_unit(held):
         dtypes = [dict(held[known].tensors) for known in same_unit]
-        is_sharded = handle_of(module).layout.sharded
+        layouts, is_sharded = param_layouts(module), handle_of(module).layout.sharded
         is_plain = is_sharded and module._fsdp_extension is None
-        is_flat = is_plain and not has_originals(module) and not options.shard_state
+        is_original = has_originals(module)
+        is_flat = is_plain and not is_original and not options.shard_state
         for name in sorted({name for one in dtypes for name in one}):
             # states of one name are one evenly sharded flat tensor
             for known, one in zip(same_unit, dtypes, strict=True):
@@ -296,12 +297,11 @@ def _tensors(
                     flat.append((module, value.reshape(-1), known, name))
                     continue
                 keys += [(fqn, name) for fqn in known.fqns]
-                if known.is_original:
-                    parts.append((module, known.layout, value.reshape(-1) if is_sharded else value))
-                    continue
-                for layout, part in split_shard(module, value):
-                    shaped = part if is_sharded else from_memory_order(part, layout.shape, layout.order)
-                    parts.append((module, layout, shaped))
+                if is_original:
+                    value = value.reshape(-1) if is_sharded else value
+                    parts.append((module, layouts[known.indices[0]], value))
+                else:
+                    parts += parts_of_shard(module, value)
     values: dict[tuple[str, str], Tensor] = {}
     for group, states in by_group(flat):
         found = wholes_of_shards([(module, own) for module, own, *_ in states], group, options.rank0_only)
@@ -339,11 +339,12 @@ def _whole_states(
         for name, told in one.others:
             if isinstance(told, WholeState):
                 found[known.name, name] = local.get(known, {}).get(name, told)
+    if not found:
+        return {}
     if options.shard_state:
         return {key: sharded_value(state, options.group, options.cpu_offload) for key, state in found.items()}
-    device = params.units[0].compute_device if params.units else torch.device("cpu")
-    states = list(found.values())
-    made = full_values(states, options.group, device, options.rank0_only, options.cpu_offload)
+    device = params.units[0].compute_device
+    made = full_values(list(found.values()), options.group, device, options.rank0_only, options.cpu_offload)
     return dict(zip(found, made, strict=True))
 
 

@@ -50,6 +50,10 @@ class Partition(NamedTuple):
         """Return the range (start, end) of ``rank``; (0, 0) if empty."""
         return _C.partition_bounds(self, rank)
 
+    def numel_on(self, rank: int) -> int:
+        start, end = self.bounds(rank)
+        return end - start
+
 
 def shard_partition(layout: _C.FlatLayout, index: int) -> Partition:
     """Return the division of parameter ``index`` of a flat parameter by its shards."""

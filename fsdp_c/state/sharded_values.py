@@ -100,18 +100,13 @@ def _param_layouts(module: ShardedModule) -> list[ParamLayout]:
         memory_shape = tuple(shape if order is None else (shape[dim] for dim in order))
         by_rows = shape and (order is None or order[0] == 0)
         rows = chunk_partition(shape, module.world_size) if by_rows else None
-        own_rows = tuple(rows_shape(torch.Size(memory_shape), _numel_of(rows, module.rank) if rows else 0))
+        own_rows = tuple(rows_shape(torch.Size(memory_shape), rows.numel_on(module.rank) if rows else 0))
         parallel = flat_param._param_extensions[index]
         shard = shard_partition(layout, index)
         layouts.append(
             ParamLayout(fqn, torch.Size(shape), order, shard, rows, memory_shape, own_rows, parallel)
         )
     return layouts
-
-
-def _numel_of(partition: Partition, rank: int) -> int:
-    start, end = partition.bounds(rank)
-    return end - start
 
 
 def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
@@ -160,6 +155,16 @@ def split_shard(module: ShardedModule, shard: Tensor) -> Iterator[tuple[ParamLay
         end = start + numel
     parts = shard.split_with_sizes([*sizes, shard.numel() - end])
     return zip(param_layouts(module), parts[1::2], strict=True)
+
+
+def parts_of_shard(module: ShardedModule, shard: Tensor) -> list[Part]:
+    """Return this rank's part of each parameter, in its own shape if the unit is not sharded."""
+    if handle_of(module).layout.sharded:
+        return [(module, *each) for each in split_shard(module, shard)]
+    return [
+        (module, layout, from_memory_order(part, layout.shape, layout.order))
+        for layout, part in split_shard(module, shard)
+    ]
 
 
 # ----------------------------------------------------------------- conversion between shards and rows
@@ -282,8 +287,8 @@ def wholes_of_parts(
 def by_group(items: Iterable[OfUnit]) -> Iterator[tuple[dist.ProcessGroup, list[OfUnit]]]:
     """Yield (group, items) of units with the same shard group and device, in the same order on every rank."""
     members: dict[tuple[dist.ProcessGroup, torch.device], list[OfUnit]] = defaultdict(list)
-    for item in items:
-        members[item[0].process_group, item[0].compute_device].append(item)
+    for module, of_unit in itertools.groupby(items, lambda item: item[0]):
+        members[module.process_group, module.compute_device] += of_unit
     for (group, _), same_group in members.items():
         yield group, same_group
 
@@ -344,7 +349,7 @@ def wholes_of_rows(
 ) -> Iterator[Tensor]:
     """Yield full, contiguous tensors from every rank's rows. Collective."""
     natural = [chunk_partition(layout.shape, group.size()) for layout, _ in items]
-    numels = [_numel_of(partition, group.rank()) for partition in natural]
+    numels = [partition.numel_on(group.rank()) for partition in natural]
     # every rank has a 0-d tensor; the partition selects rank 0's
     pieces = (rows.reshape(-1)[:numel] for (_, rows), numel in zip(items, numels, strict=True))
     wholes = list(redistribute(pieces, natural, None, group, device=device))
@@ -532,7 +537,7 @@ def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamL
     group = value._process_group
     same = group.size() == module.world_size
     partition = layout.rows if same and layout.rows else chunk_partition(layout.shape, group.size())
-    numel = _numel_of(partition, group.rank())
+    numel = partition.numel_on(group.rank())
     found = shards[0].tensor.numel() if shards else 0
     if found != numel:
         raise AssertionError(

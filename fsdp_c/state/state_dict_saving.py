@@ -23,12 +23,11 @@ from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned
 from fsdp_c.sharding.tensor_parallel import divide_over_mesh
 from fsdp_c.state.sharded_values import (
     ParamLayout,
-    Part,
     by_group,
     flat_value,
-    from_memory_order,
     own_rows,
     param_layouts,
+    parts_of_shard,
     saved_parts,
     sharded_values,
     split_shard,
@@ -77,7 +76,7 @@ def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Te
         if handle.layout.sharded and not handle.is_parallel:
             shards.append((module, local_shard(module)))
         elif handle.layout.sharded or not is_dropped(module):
-            parts += _parts(module)
+            parts += parts_of_shard(module, local_shard(module))
     for group, items in by_group(shards):
         found = wholes_of_shards(items, group, _is_rank0_only(items[0][0]))
         for (module, _), wholes in zip(items, found, strict=True):
@@ -89,16 +88,6 @@ def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Te
     for module in shown:
         values[module] = [] if is_dropped(module) else _copies_of_shown(module)
     return values
-
-
-def _parts(module: ShardedModule) -> list[Part]:
-    """Return this rank's part of each parameter, in its own shape if the unit is not sharded."""
-    if handle_of(module).layout.sharded:
-        return [(module, *each) for each in shard_pieces(module)]
-    return [
-        (module, layout, from_memory_order(piece, layout.shape, layout.order))
-        for layout, piece in shard_pieces(module)
-    ]
 
 
 def _is_rank0_only(module: ShardedModule) -> bool:
@@ -171,7 +160,7 @@ def sharded_rows(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[T
     sharded = [module for module in modules if not is_summoned(module)]
     for module in sharded:
         handle_of(module).writeback()
-    parts = [part for module in sharded for part in _parts(module)]
+    parts = [part for module in sharded for part in parts_of_shard(module, local_shard(module))]
     for (module, *_), own in zip(parts, saved_parts(parts, True, False, _offloads), strict=True):
         rows[module].append(own)
     # summoned units last, as in full_values

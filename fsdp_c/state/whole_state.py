@@ -196,6 +196,4 @@ def moved_to_owners(
         is_own = owners[fqn] == group.rank()
         holder = dist.get_global_rank(group, owners[fqn])
         moved[fqn, name] = WholeState(taken.value if is_own else state.described().value, holder)
-    for _ in made:  # exhausted, as on the other ranks
-        pass
     return moved
