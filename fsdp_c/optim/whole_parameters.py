@@ -116,8 +116,7 @@ class _Whole:
 
     def held_numel(self, rank: int) -> int:
         """Return the number of its elements on ``rank`` of the ranks that share a shard."""
-        start, end = self.shard.bounds(rank) if self.is_divided else (0, self.numel)
-        return end - start
+        return self.shard.numel_on(rank) if self.is_divided else self.numel
 
     def flat(self, value: Tensor) -> Tensor:
         """Return a 1-D view or copy of a tensor with the shape of ``param`` or ``held``, in memory order."""
@@ -192,7 +191,7 @@ class WholeParameters(Optimizer):
         self._bucket_nbytes = bucket_nbytes
         self._wholes = _wholes_of(model)
         _choose_owners(self._wholes)
-        self._inner = _made(factory, self._wholes, options)
+        self._inner = _build_inner(factory, self._wholes, options)
         self._inner_of = {
             held: inner for inner in self._inner for group in inner.param_groups for held in group["params"]
         }
@@ -505,12 +504,12 @@ def _bucket_count(queues: Sequence[Sequence[_Whole]], bucket_nbytes: int | None)
     return max(1, min(-(-sum(sizes) // bucket_nbytes), max(least, min(map(len, queues)))))
 
 
-def _made(
+def _build_inner(
     factory: Callable[..., Optimizer | Iterable[Optimizer]], wholes: Sequence[_Whole], options: dict[str, Any]
 ) -> list[Optimizer]:
     named = [(whole.name, whole.held) for whole in wholes]
-    made = factory([held for _, held in named] if isinstance(factory, type) else named, **options)
-    inner = [made] if isinstance(made, Optimizer) else list(made)
+    result = factory([held for _, held in named] if isinstance(factory, type) else named, **options)
+    inner = [result] if isinstance(result, Optimizer) else list(result)
     given = {held for _, held in named}
     for one in inner:
         if isinstance(one, torch.optim.LBFGS):

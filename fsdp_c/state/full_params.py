@@ -16,7 +16,7 @@ from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.state.redistribution import Partition, rank_partition, start_exchange
-from fsdp_c.state.sharded_values import dims_from_memory, param_layouts
+from fsdp_c.state.sharded_values import from_memory_order, param_layouts
 from fsdp_c.state.state_dict_saving import local_shard
 from fsdp_c.tools import collective_errors
 from fsdp_c.training.unshard_params import check_idle
@@ -158,12 +158,13 @@ def _start_piece(
 
 
 def _values(piece: _Piece, whole: Tensor) -> list[tuple[str, Tensor]]:
-    layouts, extension, made = param_layouts(piece.module), piece.module._fsdp_extension, dict[int, Tensor]()
+    layouts, extension = param_layouts(piece.module), piece.module._fsdp_extension
+    made: dict[int, Tensor] = {}
     for place in dict.fromkeys(param.place for _, param in piece.named):
         layout = layouts[place]
         first = layout.shard.offset - piece.first
-        value = whole[first : first + layout.shard.numel].view(layout.memory_shape)
-        made[place] = value = dims_from_memory(value, layout.order)
+        value = whole[first : first + layout.shard.numel]
+        made[place] = value = from_memory_order(value, layout.shape, layout.order)
         if extension is not None and layout.parallel is not None:
             made[place] = tensor_parallel.whole(extension.post_unflatten_transform(value, layout.parallel))
     return [(name, made[param.place]) for name, param in piece.named]

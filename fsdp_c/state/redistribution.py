@@ -74,7 +74,7 @@ def rank_partition(numel: int, rank: int) -> Partition:
     return Partition(numel, step, rank * step)
 
 
-class Space:
+class ReceiveBuffer:
     """Receive buffer, reused by all batches: page faults of fresh memory cost as much as the transfer."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def redistribute(
     tensors end with a flat parameter. See [Note: Few large transfers]. Raises ValueError for a piece whose
     size differs from its source partition's.
     """
-    first, space = 0, Space()
+    first, buffer = 0, ReceiveBuffer()
     limit = batch_nbytes or BATCH_NBYTES
     for batch, nbytes in _batches(pieces, sources, device, limit, gathers=targets is None):
         own = slice(first, first + len(batch))
@@ -119,7 +119,7 @@ def redistribute(
             made = start_exchange(*given)()
             yield from map(Tensor.view, made, own_shapes) if own_shapes else made
         else:
-            yield from _exchange(*given, own_shapes, space)
+            yield from _exchange(*given, own_shapes, buffer)
         first = own.stop
 
 
@@ -144,7 +144,7 @@ def gather_flat(
     sources: Sequence[Sequence[Partition]],
     shapes: Sequence[Sequence[Sequence[int]]],
     group: dist.ProcessGroup,
-    space: Space,
+    buffer: ReceiveBuffer,
 ) -> Iterator[Tensor]:
     """Yield the full parameters of flat parameters, as new tensors: those of ``sources`` per shard, in ``shapes``.
 
@@ -155,7 +155,7 @@ def gather_flat(
     sent = _as(shards[0], wire) if len(shards) == 1 else torch.cat([_as(shard, wire) for shard in shards])
     is_one = len(shards) == len(sources[0]) == 1 and not sources[0][0].offset
     numel = len(sent) * group.size()
-    received = sent.new_empty(numel) if is_one else space.take(sent, numel)
+    received = sent.new_empty(numel) if is_one else buffer.take(sent, numel)
     _all_gather_single(received, sent, group=group)
     if is_one:  # the received buffer is the result, with padding at its end
         yield _as(received, shards[0].dtype)[: sources[0][0].numel].view(*shapes[0])
@@ -273,7 +273,7 @@ def _exchange(
     targets: Sequence[Partition] | None,
     group: dist.ProcessGroup,
     shapes: Sequence[Sequence[int]] | None,
-    space: Space,
+    buffer: ReceiveBuffer,
 ) -> list[Tensor]:
     """Return the parts under ``targets``. Collective: one all-to-all of elements that change ranks, or one
     all-gather.
@@ -290,14 +290,14 @@ def _exchange(
         shapes = [(nbytes // size,) for nbytes, size in zip(made_nbytes, sizes, strict=True)]
     if targets is None:
         sent = _packed(pieces, max(received_nbytes))
-        received = space.take(sent, len(sent) * world_size)
+        received = buffer.take(sent, len(sent) * world_size)
         _all_gather_single(received, sent, group=group)
     else:
         like = pieces[0].new_empty(0, dtype=wire)
         numels = [nbytes // wire.itemsize for nbytes in sent_nbytes]
         (sent,) = join_ranges(pieces, sent_ranges, [len(sent_ranges) // 3], [like], [(sum(numels),)])
         splits = [nbytes // wire.itemsize for nbytes in received_nbytes]
-        received = space.take(like, sum(splits))
+        received = buffer.take(like, sum(splits))
         dist.all_to_all_single(received, sent, splits, numels, group=group)
     del sent  # freed before results of the same size are allocated
     return join_ranges([received, *pieces], parts, counts, pieces, shapes)

@@ -39,7 +39,7 @@ from fsdp_c.sharding.tensor_parallel import ParamExtension, divide_over_mesh, fu
 from fsdp_c.state.redistribution import (
     DEVICE_BATCH_NBYTES,
     Partition,
-    Space,
+    ReceiveBuffer,
     are_large,
     chunk_partition,
     gather,
@@ -239,7 +239,7 @@ def wholes_of_shards(
         *(handle_of(module).layout.padded_numel * shard.itemsize for module, shard in shards),
         FULL_BATCH_NBYTES,
     )
-    space, nbytes = Space(), 0
+    buffer, nbytes = ReceiveBuffer(), 0
     batch: list[tuple[ShardedModule, Tensor]] = []
     for index, (module, shard) in enumerate(shards):
         batch.append((module, shard.to(module.compute_device)))
@@ -255,7 +255,7 @@ def wholes_of_shards(
         else:
             sources = [[layout.shard for layout in own] for own in layouts]
             shapes = [[layout.memory_shape for layout in own] for own in layouts]
-            flats = gather_flat([own for _, own in batch], sources, shapes, group, space)
+            flats = gather_flat([own for _, own in batch], sources, shapes, group, buffer)
             orders = (layout.order for own in layouts for layout in own)
             wholes = map(dims_from_memory, flats, orders)
         with collective_errors.gathering(*(handle_of(one) for one, _ in batch)):

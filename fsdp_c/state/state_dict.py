@@ -42,7 +42,6 @@ from fsdp_c.sharding.wrap import unit_name
 from fsdp_c.state.state_dict_loading import (
     begin_load,
     gathered_for_load,
-    is_full,
     load_local_value,
     supplied_names,
 )
@@ -50,11 +49,13 @@ from fsdp_c.state.state_dict_saving import (
     full_values,
     full_values_shown,
     is_dropped,
+    is_full,
     names_shown,
     put_full_values,
     put_local_value,
     put_sharded_values,
     sharded_rows,
+    type_of,
 )
 from fsdp_c.training.unshard_params import check_idle, warn_of_copies
 
@@ -390,15 +391,15 @@ def _parts_with_params(fsdp_module: ShardedModule) -> list[ShardedModule]:
 
 
 def _kind(fsdp_module: ShardedModule) -> StateDictType:
-    """Return the selected type. A unit under NO_SHARD always gives a full state dict."""
+    """Return the type of the unit's state dict. Warn under NO_SHARD, which ignores the selection."""
     if fsdp_module.sharding_strategy == ShardingStrategy.NO_SHARD:
         warnings.warn(
             "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.",
             stacklevel=4,
         )
-        return StateDictType.FULL_STATE_DICT
-    _note_mesh(fsdp_module, fsdp_module._state_dict_config)
-    return fsdp_module._state_dict_type
+    else:
+        _note_mesh(fsdp_module, fsdp_module._state_dict_config)
+    return type_of(fsdp_module)
 
 
 def _enter(fsdp_module: ShardedModule, stack: contextlib.ExitStack, binds: bool = True) -> None:

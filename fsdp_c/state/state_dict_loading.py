@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names
-from fsdp_c.compat.upstream import ShardingStrategy, StateDictType
+from fsdp_c.compat.upstream import StateDictType
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import (
@@ -49,7 +49,7 @@ from fsdp_c.state.sharded_values import (
     shards_of_rows,
     whole_of_value,
 )
-from fsdp_c.state.state_dict_saving import is_shown, local_shard, shard_pieces
+from fsdp_c.state.state_dict_saving import is_full, is_shown, local_shard, shard_pieces, type_of
 from fsdp_c.tools import collective_errors
 from fsdp_c.training.unshard_params import check_idle
 
@@ -66,17 +66,6 @@ class Mark(NamedTuple):
     missing: frozenset[str]  # names without a value, relative to the unit
 
 
-def is_full(module: ShardedModule) -> bool:
-    """Return True if the unit saves and loads full tensors: by selection, or under NO_SHARD."""
-    whole = module.sharding_strategy == ShardingStrategy.NO_SHARD
-    return whole or module._state_dict_type == StateDictType.FULL_STATE_DICT
-
-
-def _is_local(module: ShardedModule) -> bool:
-    """Return True if the unit loads its shard of the flat parameter in its own hook, also inside a full unit."""
-    return not is_full(module) and module._state_dict_type == StateDictType.LOCAL_STATE_DICT
-
-
 def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> list[Mark]:
     """Check this unit and those inside it, and load them where no custom loading code prevents it. Collective.
 
@@ -90,7 +79,7 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
     fsdp_modules = [
         (prefix + clean_name(f"{path}.") if path else prefix, inner)
         for path, inner in units_with_paths(fsdp_module)
-        if not _is_local(inner)
+        if type_of(inner) != StateDictType.LOCAL_STATE_DICT  # loaded in its own hook, also inside a full unit
     ]
     transforms = check_entries(fsdp_module, state_dict, prefix)
     _warn_of_conversions(fsdp_modules, state_dict)
@@ -346,7 +335,8 @@ def _expected_shapes(
     managed: dict[nn.Module, dict[str, torch.Size | None]] = {}
     for inner in units_of(fsdp_module):
         for param in common.managed_params(inner._handle):
-            managed.setdefault(param.module, {})[param.name] = None if _is_local(inner) else param.shape
+            is_local = type_of(inner) == StateDictType.LOCAL_STATE_DICT
+            managed.setdefault(param.module, {})[param.name] = None if is_local else param.shape
     pending: list[tuple[str, nn.Module]] = [("", fsdp_module)]
     while pending:
         path, module = pending.pop()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_c.compat.aliases import StateDict
+from fsdp_c.compat.upstream import ShardingStrategy, StateDictType
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned
@@ -45,6 +46,17 @@ def local_shard(module: ShardedModule) -> Tensor:
     shard = handle_of(module).local_shard
     assert shard is not None
     return shard
+
+
+def type_of(module: ShardedModule) -> StateDictType:
+    """Return the type that the unit saves and loads: the selected one, or FULL_STATE_DICT under NO_SHARD."""
+    if module.sharding_strategy == ShardingStrategy.NO_SHARD:
+        return StateDictType.FULL_STATE_DICT
+    return module._state_dict_type
+
+
+def is_full(module: ShardedModule) -> bool:
+    return type_of(module) == StateDictType.FULL_STATE_DICT
 
 
 def is_shown(param: ManagedParam) -> bool:

@@ -165,7 +165,7 @@ def test_a_shard_is_sent_from_where_it_lies_and_one_parameter_received_where_it_
 
     with mock.patch.object(redistribution, "_all_gather_single", watched):
         shapes = [[(numel,) for numel in numels]]
-        wholes = list(gather_flat([shard], sources, shapes, dist.group.WORLD, redistribution.Space()))
+        wholes = list(gather_flat([shard], sources, shapes, dist.group.WORLD, redistribution.ReceiveBuffer()))
     assert torch.equal(torch.cat(wholes), torch.arange(11.0))
     ((received, sent),) = seen
     assert sent == shard.data_ptr()
