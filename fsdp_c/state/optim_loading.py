@@ -224,36 +224,53 @@ def _shards(targets: Sequence[_Target], options: LoadOptions) -> Iterator[tuple[
     """Yield ((FQN, state name), this rank's part) of each tensor, in its own shape if the unit is not
     sharded, else 1-D.
     """
-    parallel, on_rank_0, sharded, whole = [], [], [], []
+    world_size = dist.get_world_size(options.group)
+    parallel, scattered, sharded, whole = [], [], [], []
     for target in targets:
-        if target.module._fsdp_extension is not None:
+        module, value = target.module, target.value
+        if module._fsdp_extension is not None:
             parallel.append(target)
-        elif isinstance(target.value, _OnRank0):
-            on_rank_0.append(target)
-        elif isinstance(target.value, (ShardedTensor, DTensor)):
+        elif isinstance(value, (ShardedTensor, DTensor)):
             sharded.append(target)
+        elif (
+            isinstance(value, _OnRank0)
+            and handle_of(module).layout.sharded
+            and module.world_size == world_size
+        ):
+            scattered.append(target)
         else:
             whole.append(target)
-    yield from _shards_from_rank_0(on_rank_0, options)
-    for group, members in by_group(sharded):
-        yield from _parts_of_rows(members, group)
-    # take this rank's part under tensor parallelism from the full value, then its shard of that part
     for group, members in by_group(parallel):
         _agree_on(members, group)
-    for target in parallel:
-        yield target.key, _own_part(target, local_part(_whole_of(target, options), target.layout.parallel))
-    yield from _own_parts(whole)
+    for group, members in by_group(scattered):
+        yield from _scattered_parts(members, group)
+    for group, members in by_group(sharded):
+        yield from _parts_of_rows(members, group, options)
+    yield from _own_parts([*parallel, *whole], options)
 
 
-def _whole_of(target: _Target, options: LoadOptions) -> Tensor:
-    """Return the full value of a target on every rank. Collective if only rank 0 has it."""
-    if isinstance(target.value, _OnRank0):
-        return target.value.broadcast(target.module.compute_device, options.group)
-    return target.value.detach()
+def _scattered_parts(
+    targets: Sequence[_Target], group: dist.ProcessGroup
+) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Yield this rank's parts of values on rank 0, for units that shard over all ranks. Collective."""
+    values = [target.value.value for target in targets if isinstance(target.value, _OnRank0)]
+    shards = redistribute(
+        (
+            torch.empty(0, dtype=dtype_of(target.value), device="cpu")
+            if value is None
+            else to_memory_order(value.detach(), target.layout.order)
+            for target, value in zip(targets, values, strict=True)
+        ),
+        [rank_partition(target.layout.shape.numel(), 0) for target in targets],
+        [target.layout.shard for target in targets],
+        group,
+        device=targets[0].module.compute_device,
+    )
+    yield from ((target.key, shard) for target, shard in zip(targets, shards, strict=True))
 
 
 def _parts_of_rows(
-    targets: Sequence[_Target], group: dist.ProcessGroup
+    targets: Sequence[_Target], group: dist.ProcessGroup, options: LoadOptions
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """Yield this rank's parts of sharded values, from its rows. Collective. All ranks raise the error of any."""
     error, rows = None, []
@@ -268,9 +285,8 @@ def _parts_of_rows(
     shards = shards_of_rows([(target.layout, own) for target, own in divided], group, device)
     wholes = wholes_of_rows([(target.layout, own) for target, own in undivided], group, device)
     yield from ((target.key, shard) for (target, _), shard in zip(divided, shards, strict=True))
-    yield from (
-        (target.key, _own_part(target, one)) for (target, _), one in zip(undivided, wholes, strict=True)
-    )
+    for (target, _), whole in zip(undivided, wholes, strict=True):
+        yield target.key, _own_part(target._replace(value=whole), options)
 
 
 def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Exception | None = None) -> None:
@@ -295,17 +311,19 @@ def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Excep
         )
 
 
-def _own_parts(targets: Sequence[_Target]) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Yield this rank's parts of full values, except of those that ``_flat_tensor`` copies directly."""
+def _own_parts(targets: Sequence[_Target], options: LoadOptions) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Yield this rank's parts of full values, except of those that ``_flat_tensor`` copies directly.
+
+    Collective if only rank 0 has the values.
+    """
     sources: dict[tuple[str, str], Tensor] = {}  # joined by one call: cheaper than two calls per value
     ranges, numels = [], []
     for module, members in itertools.groupby(targets, lambda target: target.module):
-        is_sharded = handle_of(module).layout.sharded
+        copies = module._fsdp_extension is not None or not handle_of(module).layout.sharded
         for target in members:
             value, key = target.value, target.key
-            assert isinstance(value, Tensor)
-            if not is_sharded or not _is_plain(value, target.layout):
-                yield key, _own_part(target, value.detach())
+            if copies or isinstance(value, _OnRank0) or not _is_plain(value, target.layout):
+                yield key, _own_part(target, options)
             elif has_originals(module):
                 start, end = target.layout.shard.bounds(module.rank)
                 ranges += [len(sources), start * value.itemsize, (end - start) * value.itemsize]
@@ -322,46 +340,19 @@ def _is_plain(value: Tensor, layout: ParamLayout) -> bool:
     return is_cpu and layout.order is None and value.is_contiguous()
 
 
-def _own_part(target: _Target, value: Tensor) -> Tensor:
-    module, layout = target.module, target.layout
+def _own_part(target: _Target, options: LoadOptions) -> Tensor:
+    """Return a copy of this rank's part of a full value. Collective if only rank 0 has the value."""
+    module, layout, _, value = target
+    if isinstance(value, _OnRank0):
+        value = value.broadcast(module.compute_device, options.group)
+    value = value.detach()
+    if module._fsdp_extension is not None:
+        value = local_part(value, layout.parallel)
     if handle_of(module).layout.sharded:
         return own_part(module, layout, value).clone()
     if value.shape != layout.shape:  # kept, see OptimParam.takes_any_shape
         return value.clone()
     return from_memory_order(to_memory_order(value, layout.order).clone(), layout.shape, layout.order)
-
-
-def _shards_from_rank_0(
-    targets: Sequence[_Target], options: LoadOptions
-) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Yield this rank's parts of values on rank 0. Collective.
-
-    Ranks of a unit that shards over all ranks receive only their parts; values of other units are broadcast
-    one by one.
-    """
-    world_size = dist.get_world_size(options.group)
-    direct: list[_Target] = []
-    others: list[_Target] = []
-    for target in targets:
-        is_direct = handle_of(target.module).layout.sharded and target.module.world_size == world_size
-        (direct if is_direct else others).append(target)
-    for group, members in by_group(direct):
-        values = [target.value.value for target in members if isinstance(target.value, _OnRank0)]
-        shards = redistribute(
-            (
-                torch.empty(0, dtype=dtype_of(target.value), device="cpu")
-                if value is None
-                else to_memory_order(value.detach(), target.layout.order)
-                for target, value in zip(members, values, strict=True)
-            ),
-            [rank_partition(target.layout.shape.numel(), 0) for target in members],
-            [target.layout.shard for target in members],
-            group,
-            device=members[0].module.compute_device,
-        )
-        yield from ((target.key, shard) for target, shard in zip(members, shards, strict=True))
-    for target in others:
-        yield target.key, _own_part(target, _whole_of(target, options))
 
 
 # ----------------------------------------------------------------- the result
