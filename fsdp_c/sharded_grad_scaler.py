@@ -166,21 +166,17 @@ class ShardedGradScaler(GradScaler):
         ]
         if not findings:
             raise AssertionError("No inf checks were recorded prior to update.")
-        self._update_on_cpu(scale, growth_tracker, any(found.item() for found in findings))
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-
-    def _update_on_cpu(self, scale: Tensor, growth_tracker: Tensor, overflowed: bool) -> None:
-        """Update in fp32, as FSDP1: torch's CPU kernel multiplies in fp64 and rounds differently."""
-        if overflowed:
+        # in fp32, as FSDP1: torch's CPU kernel multiplies in fp64 and rounds differently
+        growth_tracker += 1
+        if any(found.item() for found in findings):
             scale *= self._backoff_factor
             growth_tracker.zero_()
-            return
-        growth_tracker += 1
-        if growth_tracker.item() == self._growth_interval:
+        elif growth_tracker.item() == self._growth_interval:
             growth_tracker.zero_()
             grown = scale * self._growth_factor
             if grown.isfinite():
                 scale.copy_(grown)
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
 
 def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:

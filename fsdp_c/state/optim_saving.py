@@ -126,14 +126,15 @@ def _agree(
         raise ValueError(errors[0])
     held = [report.held for report in reports]
     if not params.use_orig_params:
-        missing = {rank: [name for name in held[0] if name not in one] for rank, one in enumerate(held)}
-        if any(missing.values()):
-            listed = {
-                rank: [[*managed[name].fqns] for name in names] for rank, names in missing.items() if names
-            }
+        missing = {
+            rank: [list(managed[name].fqns) for name in held[0] if name not in one]
+            for rank, one in enumerate(held)
+            if not held[0].keys() <= one.keys()
+        }
+        if missing:
             raise RuntimeError(
                 "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's "
-                f"optimizer but some ranks are missing some of those states: {listed}"
+                f"optimizer but some ranks are missing some of those states: {missing}"
             )
         for name in held[0]:
             _check_same_tensors(name, held)
@@ -174,13 +175,16 @@ def _misfit(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> st
     found = []
     for name, state in states.items():
         known = managed[name]
-        numel = None if known.takes_any_shape else _own_numel(known)
-        for key, value in state.items() if numel is not None else ():
+        if known.takes_any_shape:
+            continue
+        numel = _own_numel(known)
+        for key, value in state.items():
             if _is_sharded(value):
                 fits = value.numel() == numel and not is_made_of_tensors(value)
             else:
                 fits = not has_tensors(value)
-            found += [] if fits else [(name, key, value)]
+            if not fits:
+                found.append((name, key, value))
     if not found:
         return None
     name, key, value = found[0]

@@ -289,7 +289,9 @@ def _exchange(
     if shapes is None:
         shapes = [(nbytes // size,) for nbytes, size in zip(made_nbytes, sizes, strict=True)]
     if targets is None:
-        sent = _packed(pieces, max(received_nbytes))
+        sent = pieces[0].new_empty(max(received_nbytes) // wire.itemsize, dtype=wire)
+        numel = sum(held_nbytes) // wire.itemsize  # the rest is padding
+        torch.cat([_as(piece, wire) for piece in pieces], out=sent[:numel])
         received = buffer.take(sent, len(sent) * world_size)
         _all_gather_single(received, sent, group=group)
     else:
@@ -369,17 +371,6 @@ def start_exchange(
         return made
 
     return wait
-
-
-def _packed(pieces: list[Tensor], nbytes: int) -> Tensor:
-    """Return a concatenation of all pieces, padded to ``nbytes``."""
-    wire = _wire_dtype(pieces)
-    sent = pieces[0].new_empty(nbytes // wire.itemsize, dtype=wire)
-    torch.cat(
-        [_as(piece, wire) for piece in pieces],
-        out=sent[: sum(piece.nbytes for piece in pieces) // wire.itemsize],
-    )
-    return sent
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
