@@ -39,7 +39,7 @@ _GRAD_DTYPES = (
     torch.complex64,
     torch.complex128,
 )
-_HALF_DONE = (
+_PARTLY_DONE = (
     "The step is done for some parameters and their state, and not for others: go on from a checkpoint"
 )
 _UNREDUCED = 1 + len(_GRAD_DTYPES)  # agreed kind of a gradient that no_sync has left unreduced on a rank
@@ -189,7 +189,7 @@ class WholeParameters(Optimizer):
                 f"bucket_nbytes must be at least 1, or None for all at once, not {bucket_nbytes}"
             )
         self._bucket_nbytes = bucket_nbytes
-        self._wholes = _wholes_of(model)
+        self._wholes = _wholes_of_model(model)
         _choose_owners(self._wholes)
         self._inner = _build_inner(factory, self._wholes, options)
         self._inner_of = {
@@ -256,7 +256,7 @@ class WholeParameters(Optimizer):
         with self._side_stream.moving():
             having, state_is_loaded = _agree_on_gradients(self._stepped, len(self.state) > 0)
         if state_is_loaded:
-            self._take_state()
+            self._take_loaded_state()
         outer = [_options(group) for group in self.param_groups]
         buckets = list(self._buckets(list(having)))
         try:
@@ -280,17 +280,17 @@ class WholeParameters(Optimizer):
         """Step all buckets. Collective. See [Note: Transfers beside the computation]."""
         side_stream, error = self._side_stream, None
         with side_stream.moving(after_computation=True):
-            gathered = _gathered_on_owners(buckets[0], dtypes)
+            full = _bucket_on_owners(buckets[0], dtypes)
             event = side_stream.event()
         for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
             side_stream.wait(event)
-            while gathered:  # pop, so that no reference to a returned bucket remains
-                whole, value, grad = gathered.pop()
+            while full:  # pop, so that no reference to a returned bucket remains
+                whole, value, grad = full.pop()
                 whole.held.data, whole.held.grad = value, grad
                 del value, grad
             if following is not None:
                 with side_stream.moving():
-                    gathered = _gathered_on_owners(following, dtypes)
+                    full = _bucket_on_owners(following, dtypes)
                     event = side_stream.event()
             try:
                 if error is None:
@@ -299,7 +299,7 @@ class WholeParameters(Optimizer):
                 error = raised
             if following is None:
                 with side_stream.moving():
-                    _raise_everywhere(self._stepped, error, _HALF_DONE)
+                    _raise_everywhere(self._stepped, error, _PARTLY_DONE)
             with side_stream.moving(after_computation=True):
                 _return_to_shards(bucket)
             for whole in bucket:
@@ -343,15 +343,15 @@ class WholeParameters(Optimizer):
 
         State whose shape differs from its parameter's is a ``WholeState``.
         """
-        if _LOADED in _told(self._stepped, {_LOADED: {}} if len(self.state) else {}):
-            self._take_state()
+        if _LOADED in _descriptions_of_all(self._stepped, {_LOADED: {}} if len(self.state) else {}):
+            self._take_loaded_state()
         own_states = {whole: self._state_of(whole) for whole in self._stepped}
         kinds = {
-            whole.name: _kinds(own_states[whole], whole.held.shape)
+            whole.name: _description(own_states[whole], whole.held.shape)
             for whole in self._stepped
             if whole.is_managed and whole.is_own and own_states[whole]
         }
-        described = _told(self._stepped, kinds)
+        described = _descriptions_of_all(self._stepped, kinds)
         state: dict[Tensor, ParamState] = {}
         moving: list[tuple[_Whole, str, Tensor | None, torch.dtype]] = []
         for whole in self._stepped:
@@ -364,7 +364,7 @@ class WholeParameters(Optimizer):
                 if isinstance(kind, torch.dtype):
                     moving.append((whole, key, own.get(key) if whole.is_own else None, kind))
                     kept[key] = None  # placeholder that keeps the optimizer's order
-                elif isinstance(kind, _Value):
+                elif isinstance(kind, _PlainValue):
                     kept[key] = copy.deepcopy(kind.value)
                 else:
                     kept[key] = WholeState(own[key] if whole.is_own else kind.value, kind.holder)
@@ -395,11 +395,11 @@ class WholeParameters(Optimizer):
         finally:
             self.state = own
 
-    def _take_state(self) -> None:
+    def _take_loaded_state(self) -> None:
         """Move loaded state to the owners. Collective."""
-        told = _told(
+        described = _descriptions_of_all(
             self._stepped,
-            {w.name: _kinds(self.state[w.param]) for w in self._stepped if w.param in self.state},
+            {w.name: _description(self.state[w.param]) for w in self._stepped if w.param in self.state},
         )
         moving: list[tuple[_Whole, str, Tensor]] = []
         missing: list[str] = []
@@ -412,12 +412,12 @@ class WholeParameters(Optimizer):
                 if own:
                     self._inner_of[whole.held].state[whole.held] = own
                 continue
-            for key, kind in told.get(whole.name, {}).items():
+            for key, kind in described.get(whole.name, {}).items():
                 if isinstance(kind, torch.dtype):
                     nothing = torch.empty(0, dtype=kind, device=whole.param.device)
                     moving.append((whole, key, own.get(key, nothing)))
                 if whole.is_own:  # saved order of keys
-                    value = kind.value if isinstance(kind, _Value) else None
+                    value = kind.value if isinstance(kind, _PlainValue) else None
                     group = group_of[whole.held]
                     # single numbers stay on the CPU, as in torch's Optimizer.load_state_dict
                     stays = key == "step" and not (group.get("capturable") or group.get("fused"))
@@ -451,7 +451,7 @@ def _options(group: ParamGroup) -> ParamGroup:
 # ----------------------------------------------------------------- parameters and owners
 
 
-def _wholes_of(model: nn.Module) -> list[_Whole]:
+def _wholes_of_model(model: nn.Module) -> list[_Whole]:
     known = OptimParams(model)
     for module in known.units:
         if module._fsdp_extension is not None:
@@ -611,7 +611,7 @@ def _agree_on_gradients(
     return found, state_is_loaded
 
 
-def _gathered_on_owners(
+def _bucket_on_owners(
     bucket: Sequence[_Whole], dtypes: dict[_Whole, torch.dtype]
 ) -> list[tuple[_Whole, Tensor, Tensor]]:
     """Return (parameter, value, gradient) of the parameters of a bucket that this rank steps. Collective."""
@@ -706,19 +706,19 @@ def _moved_to_shards(values: Sequence[tuple[_Whole, Tensor | None, torch.dtype]]
 # ----------------------------------------------------------------- description of state
 
 
-class _Value(NamedTuple):
+class _PlainValue(NamedTuple):
     """State that is not a tensor with elements to divide."""
 
     value: object
 
 
-_Described = dict[str, "torch.dtype | _Value | WholeState"]
+_Description = dict[str, "torch.dtype | _PlainValue | WholeState"]
 _LOADED = ""  # key by which a rank reports loaded state
 
 
-def _kinds(state: ParamState, shape: torch.Size | None = None) -> _Described:
+def _description(state: ParamState, shape: torch.Size | None = None) -> _Description:
     """Return a description of state. ``shape``: shape of tensors that are divided like the parameter; None for any."""
-    kinds: _Described = {}
+    kinds: _Description = {}
     for key, value in state.items():
         if isinstance(value, WholeState):
             kinds[key] = value.described()
@@ -727,13 +727,13 @@ def _kinds(state: ParamState, shape: torch.Size | None = None) -> _Described:
         ):
             kinds[key] = WholeState(value, dist.get_rank()).described()
         elif not isinstance(value, Tensor) or value.dim() == 0:
-            kinds[key] = _Value(value.cpu() if isinstance(value, Tensor) else value)
+            kinds[key] = _PlainValue(value.cpu() if isinstance(value, Tensor) else value)
         else:
             kinds[key] = value.dtype
     return kinds
 
 
-def _told(wholes: Sequence[_Whole], mine: dict[str, _Described]) -> dict[str, _Described]:
+def _descriptions_of_all(wholes: Sequence[_Whole], mine: dict[str, _Description]) -> dict[str, _Description]:
     """Return the merged descriptions of all ranks that have these parameters. Collective."""
     found = {name: dict(kinds) for name, kinds in mine.items()}
     for group in _groups_of(wholes):

@@ -92,9 +92,9 @@ def load_optim_state(
     if options.rank0_only or options.owned is not None:
         options = options._replace(group=options.group or group_of_model(params.model))
     if options.rank0_only:
-        told = [_without_tensors(osd) if dist.get_rank(options.group) == 0 else {}]
-        dist.broadcast_object_list(told, group=options.group, group_src=0)
-        osd = told[0]
+        received = [_without_tensors(osd) if dist.get_rank(options.group) == 0 else {}]
+        dist.broadcast_object_list(received, group=options.group, group_src=0)
+        osd = received[0]
     if not isinstance(osd, Mapping):
         raise TypeError(
             f"expected an optimizer's state dict but got {type(osd).__name__}: pass one on every rank"

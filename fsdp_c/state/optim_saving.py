@@ -241,8 +241,8 @@ def _is_sharded(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _check_same_tensors(name: str, told: Sequence[dict[str, _Held]]) -> None:
-    having = {rank: one[name].tensors for rank, one in enumerate(told) if name in one}
+def _check_same_tensors(name: str, held: Sequence[dict[str, _Held]]) -> None:
+    having = {rank: one[name].tensors for rank, one in enumerate(held) if name in one}
     first_rank, first = next(iter(having.items()))
     for rank, tensors in having.items():
         if tensors != first:
@@ -252,14 +252,14 @@ def _check_same_tensors(name: str, told: Sequence[dict[str, _Held]]) -> None:
             )
 
 
-def _merged(name: str, told: Sequence[dict[str, _Held]]) -> _Held:
+def _merged(name: str, held: Sequence[dict[str, _Held]]) -> _Held:
     """Return the state of a parameter that all ranks with state agree on. Raise if they differ."""
-    having = {rank: one[name] for rank, one in enumerate(told) if name in one}
+    having = {rank: one[name] for rank, one in enumerate(held) if name in one}
     first_rank, first = next(iter(having.items()))
     for rank, other in having.items():
         if other == first:
             continue
-        _check_same_tensors(name, told)
+        _check_same_tensors(name, held)
         for ours, theirs in ((first.scalars, other.scalars), (first.others, other.others)):
             if ours != theirs:
                 key = next(one[0] for one in (*theirs, *ours) if one not in ours or one not in theirs)
@@ -340,9 +340,9 @@ def _whole_states(
     """
     found: dict[tuple[str, str], WholeState] = {}
     for known, one in held.items():
-        for name, told in one.others:
-            if isinstance(told, WholeState):
-                found[known.name, name] = local.get(known, {}).get(name, told)
+        for name, value in one.others:
+            if isinstance(value, WholeState):
+                found[known.name, name] = local.get(known, {}).get(name, value)
     if not found:
         return {}
     if options.shard_state:

@@ -41,9 +41,9 @@ from fsdp_c.sharding.traversal import WRAPPED_PREFIX, clean_name, is_unit, named
 from fsdp_c.sharding.wrap import unit_name
 from fsdp_c.state.state_dict_loading import (
     begin_load,
-    gathered_for_load,
     load_local_value,
     supplied_names,
+    unsharded_for_load,
 )
 from fsdp_c.state.state_dict_saving import (
     full_values,
@@ -368,7 +368,7 @@ def _pre_load_hook(
                     if not fsdp_module._use_orig_params:  # the modules hold no such parameters to report
                         missing_keys.extend(prefix + name for name in sorted(mark.missing))
                 elif part._handle is not None:
-                    stack.enter_context(gathered_for_load(part, state_dict, prefix))
+                    stack.enter_context(unsharded_for_load(part, state_dict, prefix))
         _replace_prefix(state_dict, prefix, prefix + WRAPPED_PREFIX)
         _open[fsdp_module] = _Open(stack.pop_all(), {}, supplied)
 

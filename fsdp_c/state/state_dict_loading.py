@@ -197,7 +197,7 @@ def supplied_names(module: ShardedModule, prefix: str, mark: Mark) -> frozenset[
 
 
 @contextlib.contextmanager
-def gathered_for_load(module: ShardedModule, state_dict: StateDict, prefix: str) -> Iterator[None]:
+def unsharded_for_load(module: ShardedModule, state_dict: StateDict, prefix: str) -> Iterator[None]:
     """Unshard, so that the modules copy full values in. The shard is written back at exit. Collective.
 
     A full value for a DTensor parameter is replaced by a DTensor in ``state_dict``.

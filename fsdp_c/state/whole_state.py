@@ -175,8 +175,8 @@ def moved_to_owners(
     if not states:
         return {}
     group = group or dist.distributed_c10d._get_default_group()
-    told = common.all_gather_objects(owned & {fqn for fqn, _ in states}, group)
-    owners = {fqn: rank for rank, one in enumerate(told) for fqn in one}
+    owned_by_rank = common.all_gather_objects(owned & {fqn for fqn, _ in states}, group)
+    owners = {fqn: rank for rank, one in enumerate(owned_by_rank) for fqn in one}
     places = [
         (one, _rank_in(group, state), owners[fqn])
         for (fqn, _), state in states.items()
