@@ -148,23 +148,22 @@ def _start_piece(
             wait_for_whole = partial(list, [shard[piece.first : piece.end].clone()])
 
     def wait() -> list[tuple[str, Tensor]]:
+        layouts, extension = param_layouts(module), module._fsdp_extension
+        values: dict[int, Tensor] = {}
         with collective_errors.explained("gathering parameters"):
             (whole,) = wait_for_whole()
-            values = [] if rank0_only and module.rank else _values(piece, whole)
+            if rank0_only and module.rank:
+                return []
+            for place in dict.fromkeys(param.place for _, param in piece.named):
+                layout = layouts[place]
+                first = layout.shard.offset - piece.first
+                value = whole[first : first + layout.shard.numel]
+                value = from_memory_order(value, layout.shape, layout.order)
+                if extension is not None and layout.parallel is not None:
+                    value = tensor_parallel.whole(extension.post_unflatten_transform(value, layout.parallel))
+                values[place] = value
+        named = [(name, values[param.place]) for name, param in piece.named]
         # smallest first: the caller has finished with it when the next all-gather starts
-        return sorted(values, key=lambda value: value[1].nbytes)
+        return sorted(named, key=lambda each: each[1].nbytes)
 
     return wait
-
-
-def _values(piece: _Piece, whole: Tensor) -> list[tuple[str, Tensor]]:
-    layouts, extension = param_layouts(piece.module), piece.module._fsdp_extension
-    made: dict[int, Tensor] = {}
-    for place in dict.fromkeys(param.place for _, param in piece.named):
-        layout = layouts[place]
-        first = layout.shard.offset - piece.first
-        value = whole[first : first + layout.shard.numel]
-        made[place] = value = from_memory_order(value, layout.shape, layout.order)
-        if extension is not None and layout.parallel is not None:
-            made[place] = tensor_parallel.whole(extension.post_unflatten_transform(value, layout.parallel))
-    return [(name, made[param.place]) for name, param in piece.named]
