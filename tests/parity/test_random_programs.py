@@ -53,7 +53,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdp_c import checkpoint as fsdp_c_checkpoint
-from fsdp_c.checkpoint.pieces import narrowed
+from fsdp_c.checkpoint.pieces import narrow_box
 from fsdp_c.checkpoint.storage import read_checkpoint, read_entries
 from fsdp_c.checkpoint.values import RangeTensor
 from tests.distributed.test_checkpoint import folder_of_ranks
@@ -352,7 +352,7 @@ class Recorded(Side):
             for key, value, boxes in shards:
                 whole = read_entries(found, [key])[key]
                 for offsets, box in boxes.items():
-                    assert torch.equal(narrowed(whole, offsets, box.shape), box.cpu()), (key, value.shape)
+                    assert torch.equal(narrow_box(whole, offsets, box.shape), box.cpu()), (key, value.shape)
 
         self.written = check
 
