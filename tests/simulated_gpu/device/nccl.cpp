@@ -352,7 +352,8 @@ class device_backend final : public Backend {
                                  : OTHER_COLLECTIVE,
                       us, {use_of(us, moved).memory, multiprocessors_of(own_wire())});
         unpaid bookkeeping;
-        time_record(&wire_is_free, on);
+        time_record(&wire_is_free, on); /* not event_record(), which counts as a call of the driver */
+        wire_is_free.recorded = true;
     }
 
     /* Whether all its ranks are on one node, of which each has as many as it has GPUs. */
