@@ -23,9 +23,11 @@
 #define FLOATS     8
 #define LOOPS_NAME avx2
 #include "kernels/loops_body.h"
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))),                  \
-                             apply_to = function)
+#ifdef __clang__ /* nested targets do not add up */
+#pragma clang attribute pop
+#pragma clang attribute push(                                                                                \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2"))),                    \
+    apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
 #endif
@@ -33,7 +35,6 @@
 #define LOOPS_NAME avx512
 #include "kernels/loops_body.h"
 #ifdef __clang__
-#pragma clang attribute pop
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
