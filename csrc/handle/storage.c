@@ -29,6 +29,13 @@ void storage_share(struct storage *storage, struct deferred_free *full, struct p
     storage->is_segment = is_segment;
 }
 
+void storage_leave_root(struct storage *storage) {
+    for (int i = 0; i < PRECISIONS; i++)
+        if (deferred_free_flush_buffer(storage->full_free, &storage->copies[i].full) < 0)
+            PyErr_WriteUnraisable(storage->param->name);
+    storage_share(storage, NULL, NULL, false);
+}
+
 /* ---- the shard ---- */
 
 /* `.to(dtype)` by the user may have changed the dtype since the last call. */

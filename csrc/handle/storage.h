@@ -120,6 +120,8 @@ int storage_leave_device(struct storage *storage);
 
 /* Bind the storage to a root's streams and pool. NULL: memory is freed at once. */
 void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool, bool is_segment);
+/* Free what the root's streams hold after its last use, and use them no more. Call before the root is gone. */
+void storage_leave_root(struct storage *storage);
 
 /* Current stream of the compute device. */
 const struct kernel_stream *storage_stream(const struct storage *storage);

@@ -45,7 +45,7 @@ static void unbind_units(struct runtime *runtime) {
     FOR_EACH_UNIT(unit, runtime) {
         schedule_drop_mark(&runtime->schedule, &unit->unsharded.mark);
         if (unit->handle)
-            storage_share(&unit->handle->storage, NULL, NULL, unit->leader);
+            storage_leave_root(&unit->handle->storage);
         unit_unbind(unit);
     }
     runtime->num_units = 0;

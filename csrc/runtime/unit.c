@@ -165,6 +165,9 @@ int unit_clear(struct unit *unit) {
         hook_disarm(unit->module_end);
     Py_CLEAR(unit->module_end);
     Py_CLEAR(unit->module_ref);
+    /* The handle may outlive the root, which would no longer find it. */
+    if (unit->handle && unit->runtime)
+        storage_leave_root(&unit->handle->storage);
     Py_CLEAR(unit->runtime_object);
     unit->runtime = NULL;
     unit->handle = NULL;

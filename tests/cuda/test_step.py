@@ -7,6 +7,7 @@ import functools
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -451,6 +452,23 @@ def small(strategy: str, **options: Any) -> Any:
         sharding_strategy=how,
         **options,
     )
+
+
+@on_ranks(2, TIMEOUT_S, label="nccl")
+def test_handles_may_outlive_their_model() -> None:
+    """As in a mock that has recorded its arguments. The collector clears the first unit before the root's streams."""
+    model = small("FULL_SHARD")
+    model(torch.ones(4, 6, device=GPU)).sum().backward()
+    model(torch.ones(4, 6, device=GPU))  # the memory of its last unit stays held
+    handles = [unit._handle for unit in FSDP.fsdp_modules(model) if unit._handle]
+    gone = weakref.ref(model)
+    model.itself = [model]
+    del model
+    gc.collect()
+    assert gone() is None
+    overwritten = [bytearray(b"\xff" * nbytes) for nbytes in range(64, 1 << 14, 8) for _ in range(4)]
+    handles.clear()
+    assert overwritten
 
 
 def accumulate(model: Any, rank: int, step: int, sync: bool) -> None:
