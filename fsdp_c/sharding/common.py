@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdp_c.sharding.flat_param import FlatParamHandle, ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, handles_in, units_of
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, joined
+from fsdp_c.sharding.wrap import unit_name
 
 T = TypeVar("T")
 _ABSENT = object()
@@ -22,6 +23,11 @@ _ABSENT = object()
 def global_rank() -> int:
     """Return this process's rank, or 0 if torch.distributed is not initialized."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def place_of(fsdp_module: ShardedModule) -> str:
+    """Return the rank and the unit, to begin an error or a warning."""
+    return f"rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}"
 
 
 def managed_params(handle: FlatParamHandle | None) -> list[ManagedParam]:

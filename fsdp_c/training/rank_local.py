@@ -21,11 +21,10 @@ from torch.amp import GradScaler
 from torch.nn import utils
 
 from fsdp_c.compat.errors import first_names
-from fsdp_c.sharding.common import multi_rank_groups
+from fsdp_c.sharding.common import multi_rank_groups, place_of
 from fsdp_c.sharding.construction import is_flattened
 from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units
 from fsdp_c.sharding.tensor_parallel import sharding_groups
-from fsdp_c.sharding.wrap import unit_name
 from fsdp_c.training import grad_clipping
 
 torchs_get_total_norm = utils.get_total_norm
@@ -38,7 +37,7 @@ _warned: weakref.WeakSet[object] = weakref.WeakSet()  # optimizers and roots wit
 def _warn_once(key: object, unit: ShardedModule, message: str, stacklevel: int) -> None:
     if key not in _warned:
         _warned.add(key)
-        warnings.warn(f"rank {unit.rank}, unit {unit_name(unit.module)}: {message}", stacklevel=stacklevel)
+        warnings.warn(f"{place_of(unit)}: {message}", stacklevel=stacklevel)
 
 
 # ----------------------------------------------------------------- total norms

@@ -22,7 +22,6 @@ from fsdp_c.sharding.sharded_module import (
     parts_of,
     units_of,
 )
-from fsdp_c.sharding.wrap import unit_name
 from fsdp_c.tools import collective_errors, phases
 
 
@@ -115,18 +114,14 @@ def _check_state(fsdp_module: ShardedModule) -> None:
     state = fsdp_module._unit.training_state
     if state == _C.USE_SUMMON_FULL_PARAMS:
         raise AssertionError(
-            f"Cannot manually unshard parameters when already unsharding parameters ({_place(fsdp_module)})"
+            f"Cannot manually unshard parameters when already unsharding parameters ({common.place_of(fsdp_module)})"
         )
     if state != _C.USE_IDLE:
         raise AssertionError(
-            f"Cannot manually unshard parameters during forward/backward ({_place(fsdp_module)})"
+            f"Cannot manually unshard parameters during forward/backward ({common.place_of(fsdp_module)})"
         )
     if fsdp_module._handle is not None:
         check_idle(fsdp_module)
-
-
-def _place(fsdp_module: ShardedModule) -> str:
-    return f"rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}"
 
 
 def check_idle(fsdp_module: ShardedModule, summoned: bool = True) -> None:
@@ -141,14 +136,14 @@ def check_idle(fsdp_module: ShardedModule, summoned: bool = True) -> None:
         if not summoned:
             raise AssertionError(
                 f"Expects the handle training to be IDLE but got {handle_of(fsdp_module)._training_state} "
-                f"({_place(fsdp_module)}): "
+                f"({common.place_of(fsdp_module)}): "
                 "its shard is that of before, and takes what is shown at the end; leave summon_full_params "
                 "first"
             )
     elif state != _C.USE_IDLE:
         raise AssertionError(
             f"Expects the handle training to be IDLE but got {handle_of(fsdp_module)._training_state} "
-            f"({_place(fsdp_module)}): parameters cannot be unsharded by hand during forward or backward"
+            f"({common.place_of(fsdp_module)}): parameters cannot be unsharded by hand during forward or backward"
         )
 
 

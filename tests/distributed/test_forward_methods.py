@@ -140,7 +140,7 @@ def test_error_of_an_unregistered_method_names_the_unit_and_the_remedy(
     message = str(found.value)
     for part in (
         f"rank {rank}, unit Generator",
-        "its parameters are sharded now",
+        "parameters of ['Generator'] are sharded now",
         "register_forward_method(module, 'encode')",
     ):
         assert part in message
@@ -224,8 +224,8 @@ def test_error_of_a_layer_called_past_its_unit_names_unit_and_remedy(
     message = str(found.value)
     for part in (
         f"rank {rank}, unit Past",
-        """["Sequential at 'unit'"] in it are sharded now""",
-        "call the unit",
+        """["Sequential at 'unit'"] are sharded now""",
+        "Call the unit",
     ):
         assert part in message
     assert "register_forward_method" in message and message.count("sharded now") == 1

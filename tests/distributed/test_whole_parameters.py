@@ -771,22 +771,3 @@ def test_with_no_optimizer_on_ranges_the_flat_parameters_are_known_again() -> No
     assert set(FSDP.optim_state_dict(model, optimizer)["state"]) == set(
         dict(plain_model().named_parameters())
     )
-
-
-@both_views
-@on_ranks(2)
-def test_muon_of_shards_names_whole_parameters(use_orig_params: bool) -> None:
-    """Muon's own errors contain shapes only; errors for plain parameters are unchanged."""
-    model = FSDP(nn.Linear(3, 3), use_orig_params=use_orig_params, device_id=device())
-    matrices = [param for param in model.parameters() if param.dim() == 2]
-    for params, words in (
-        (model.parameters(), "only supports 2D parameters"),
-        (matrices, "empty parameter list"),
-    ):
-        with pytest.raises(ValueError, match=rf"(?s){words}.*\n.*fsdp_c.optim.WholeParameters\(model, Muon,"):
-            torch.optim.Muon(params)
-    for kind in (nn.Linear(3, 3).parameters, lambda: [nn.Parameter(torch.ones(3))]):
-        with pytest.raises(ValueError, match="^Muon only supports 2D parameters") as error:
-            torch.optim.Muon(kind())
-        assert "WholeParameters" not in str(error.value)
-    assert torch.optim.Muon([nn.Linear(3, 3).weight]).param_groups
