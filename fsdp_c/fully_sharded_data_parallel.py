@@ -310,7 +310,10 @@ class FullyShardedDataParallel(UnitNames):
             if module._handle is not None:
                 module._handle.name = unit_name(module._fsdp_wrapped_module, clean_path(path))
                 module._handle.optimizer_in_backward = module._handle._has_optim_in_backward
-        phases.name_units(modules)
+            if module._unit.name_index < 0:
+                module._unit.name_index = _C.add_unit_name(clean_path(path) or "the root")
+        if dist.is_initialized():
+            phases.show()
         runtime = _C.Runtime([module._unit for module in members])
         runtime.set_optional(optional_units(modules))
         self._exec_order_data.bind(self, runtime)

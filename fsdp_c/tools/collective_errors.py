@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterator
 
 import torch
@@ -42,16 +44,21 @@ def _is_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def explained(doing: str, only_memory: bool = False) -> Iterator[None]:
-    """Add the purpose to RuntimeErrors of a body that only calls collectives, outside of units."""
+    """Add the purpose to RuntimeErrors of a body that only calls collectives, outside of units.
+
+    Phases warn of a body that waits for long. The end of a nested body ends the outer one's wait.
+    """
+    phases.waiting_since[threading.get_ident()] = time.monotonic()
     try:
-        with phases.waiting():
-            yield
+        yield
     except RuntimeError as error:
         if not only_memory:
             _explain(error, "", f"is {doing}")
         elif _is_of_memory(error):
             _explain(error, "", doing, remedy=_GATHERS_LESS)
         raise
+    finally:
+        phases.waiting_since.pop(threading.get_ident(), None)
 
 
 def gathering(*handles: FlatParamHandle) -> contextlib.AbstractContextManager[None]:
