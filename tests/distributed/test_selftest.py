@@ -32,7 +32,7 @@ sys.exit(selftest.main("cpu", 8))
 
 def test_it_passes_on_ranks_of_its_own_and_ends_with_a_report() -> None:
     report = output_of_python("-m", "fsdp_c", "selftest", "--device", "cpu", "--width", "8", **VARIABLES)
-    for line in ("2 ranks on cpu", "kernels: the bits of", *(f"{name}: loss" for name in selftest.CASES)):
+    for line in ("2 ranks on cpu", "kernels: the bits of", *(f"{name}: loss" for name in selftest.RUNS)):
         assert f"\n{line}" in report
     assert "a checkpoint: saved, loaded, and the same\nall is well" in report
 
@@ -43,9 +43,12 @@ def test_failures_are_named_with_rank_and_parameter_and_the_rest_goes_on(tmp_pat
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run_python(*torchrun, script, **VARIABLES)
     assert done.returncode == 1
-    assert "kernels: FAILED on rank 1: ValueError: no such luck" in done.stdout
+    assert re.search(r"(?s)\nkernels: FAILED on rank 1: Traceback.*\nValueError: no such luck\n", done.stdout)
     for rank in range(2):
-        message = rf"FULL_SHARD: FAILED on rank {rank}: AssertionError: parameter 0.weight: Tensor-likes are not equal"
+        message = (
+            rf"(?s)FULL_SHARD: FAILED on rank {rank}: Traceback.*\nAssertionError: losses and parameters: "
+            r"Tensor-likes are not equal.*for item \['0.bias'\]"
+        )
         assert re.search(message, done.stdout), done.stdout + done.stderr
     assert "a checkpoint: saved, loaded, and the same\n" in done.stdout
     assert "\nFAILED: kernels, FULL_SHARD, bfloat16, original parameters\n" in done.stdout
