@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from fsdp_c import operator_kernels
-from fsdp_c.compat.upstream import BackwardPrefetch, ShardingStrategy
+from fsdp_c.compat.upstream import NO_RESHARD_AFTER_FORWARD_STRATEGIES, BackwardPrefetch, ShardingStrategy
 from fsdp_c.sharding.optional import OptionalPaths
 from fsdp_c.sharding.sharded_module import ShardedModule, parts_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, clean_path, joined
 
-_FREED_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD)
 logger = logging.getLogger("fsdp_c")
 
 
@@ -84,7 +83,7 @@ class Summary:
         kept = {
             index
             for index, unit in enumerate(self.units)
-            if unit.sharding_strategy not in _FREED_AFTER_FORWARD
+            if unit.sharding_strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
             or (unit.parent is None and unit.sharding_strategy is not ShardingStrategy.NO_SHARD)
         }
         forward = [index for index, whole in enumerate(wholes) if index == whole and sizes[index]]
@@ -128,27 +127,20 @@ def summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     found = units_with_paths(module)
     if not found:
         raise ValueError(f"{type(module).__name__} has no FullyShardedDataParallel in it: wrap it first.")
-    places: dict[ShardedModule | None, int] = {
-        fsdp_module: index for index, (_, fsdp_module) in enumerate(found)
-    }
+    places: dict[ShardedModule | None, int] = {one: index for index, (_, one) in enumerate(found)}
     optional_paths = OptionalPaths(module)
     roots: list[ShardedModule] = []
     units = []
     for path, fsdp_module in found:
         parent = places.get(fsdp_module._enclosing_unit)
         roots.append(fsdp_module if parent is None else roots[parent])
-        units.append(_of_unit(fsdp_module, roots[-1], clean_path(path), parent, path in optional_paths))
+        unit = _of_unit(fsdp_module, roots[-1])
+        units.append(replace(unit, path=clean_path(path), parent=parent, is_optional=path in optional_paths))
     shares = getattr(optimizer, "shares", tuple)  # method of WholeParameters
     return Summary(tuple(units), tuple(shares()))
 
 
-def _of_unit(
-    fsdp_module: ShardedModule,
-    root: ShardedModule,
-    path: str = "",
-    parent: int | None = None,
-    optional: bool = False,
-) -> UnitSummary:
+def _of_unit(fsdp_module: ShardedModule, root: ShardedModule) -> UnitSummary:
     handle, replicate_group = fsdp_module._handle, fsdp_module._replicate_group
     limits, is_on_cpu = root._exec_order_data, fsdp_module.compute_device.type == "cpu"
     is_sharded = fsdp_module.sharding_strategy is not ShardingStrategy.NO_SHARD
@@ -158,14 +150,14 @@ def _of_unit(
     backward = limits._backward_prefetch_limit + prefetches_first if fsdp_module.backward_prefetch else 1
     is_trainable = handle is not None and any(param.requires_grad for param in handle.script_params)
     unit = UnitSummary(
-        path=path,
+        path="",
         module=type(fsdp_module.module).__name__,
         sharding_strategy=fsdp_module.sharding_strategy,
         shards=fsdp_module.world_size,
         replicas=1 if replicate_group is None else replicate_group.size(),
-        parent=parent,
+        parent=None,
         is_segment=fsdp_module._whole is not fsdp_module,
-        is_optional=optional,
+        is_optional=False,
         is_trainable=is_trainable,
         num_unsharded=(forward, backward),
     )
@@ -212,8 +204,7 @@ def log_units(root: ShardedModule) -> None:
 
 def describe_unit(fsdp_module: ShardedModule, is_root: bool) -> str:
     """Return the lines of a unit in ``print(model)``, after torch's own."""
-    parts = [part for part in parts_of(fsdp_module) if part._handle is not None]
-    units = [_of_unit(part, fsdp_module) for part in parts]
+    units = [_of_unit(part, fsdp_module) for part in parts_of(fsdp_module) if part._handle is not None]
     lines = ["; ".join(f"{name} {cell}" for name, cell in _cells(unit).items()) for unit in units]
     if is_root and (whole := summary(fsdp_module)).numel:
         lines.append(_memory(whole))
