@@ -66,8 +66,8 @@ from fsdp_c.state import state_dict as state_dicts
 from fsdp_c.tools import collective_errors, phases
 from fsdp_c.tools.summary import describe_unit, log_units
 from fsdp_c.training import (
-    forward_methods,
     grad_clipping,
+    hints,
     misuse_checks,
     optimizer_steps,
     tree,
@@ -241,6 +241,7 @@ class FullyShardedDataParallel(UnitNames):
             inner._enclosing = weakref.ref(self)
         self._fsdp_wrapped_module = module
         claim_module(unwrapped(module), self)
+        hints.explain_optimizers()
         if self._handle is not None:
             self._fully_sharded_module_to_handle[module] = self._handle
         if not use_orig_params:
@@ -496,7 +497,7 @@ class FullyShardedDataParallel(UnitNames):
                 wrapped,
                 unwrapped(wrapped),
             )
-            return forward_methods.explaining(self, found) if is_own_method else found
+            return hints.explaining(self, found) if is_own_method else found
 
     def extra_repr(self) -> str:
         """Return the unit's size, and for a root the memory of its tree: see ``fsdp_c.summary``."""
@@ -759,6 +760,6 @@ _C.bind_callbacks(
     log_post_backward=FullyShardedDataParallel._log_post_backward,
     warn_of_units_without_gradient=misuse_checks.warn_of_units_without_gradient,
     check_backward=misuse_checks.check_backward,
-    explain_error=forward_methods.explain_in_forward,
+    explain_error=hints.explain_in_forward,
     explain_failed_collective=collective_errors.explain,
 )

@@ -161,10 +161,9 @@ class WholeParameters(Optimizer):
             of the next and the last bucket overlap with the current one's computation on a GPU.
         options: keyword arguments for ``factory``.
 
-    ``param_groups`` are the factory's, over the model's own parameters (for units without
-    ``use_orig_params``, over views of the flat parameter, one per original parameter): schedulers and
-    gradient scalers work as usual. Memory: the state of the parameters that this rank owns, and during a step
-    its part of two buckets, values and gradients.
+    ``param_groups`` are the factory's, over the model's own parameters: schedulers and gradient scalers work
+    as usual. Memory: the state of the parameters that this rank owns, and during a step its part of two
+    buckets, values and gradients.
 
     ``state_dict()`` returns this rank's shards of the state, and is collective: ``FSDP.optim_state_dict`` and
     ``fsdp_c.checkpoint`` save it under FQNs, for any wrapping and number of ranks, and for the same optimizer
@@ -172,8 +171,8 @@ class WholeParameters(Optimizer):
     factors), also in lists and dicts, is saved unsharded by the owner.
 
     An optimizer that combines parameters into one number, such as D-adaptation, sees those of one rank and
-    bucket. Raises ValueError for a model with tensor parallelism inside, for parameters that ``factory`` was
-    not given, and for LBFGS; IndexError for a model without units.
+    bucket. Raises ValueError for a model wrapped without ``use_orig_params`` or with tensor parallelism
+    inside, for parameters that ``factory`` was not given, and for LBFGS; IndexError for a model without units.
     """
 
     def __init__(
@@ -453,13 +452,18 @@ def _options(group: ParamGroup) -> ParamGroup:
 
 def _wholes_of_model(model: nn.Module) -> list[_Whole]:
     known = OptimParams(model)
+    if not known.use_orig_params:
+        raise ValueError(
+            "WholeParameters steps original parameters, and this model has flat ones: wrap it with "
+            "FullyShardedDataParallel(..., use_orig_params=True)"
+        )
     for module in known.units:
         if module._fsdp_extension is not None:
             raise ValueError(
                 f"{type(module.module).__name__} has tensor parallelism inside: no rank of the unit has its "
                 "parameters whole. Give them to an optimizer of their own"
             )
-    return [_Whole(param, one) for param, one in OptimParams.of_originals(model).by_param.items()]
+    return [_Whole(param, one) for param, one in known.by_param.items()]
 
 
 def _by_ranks(wholes: Iterable[_Whole]) -> dict[_Ranks, list[_Whole]]:

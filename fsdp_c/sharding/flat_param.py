@@ -3,7 +3,6 @@
 import functools
 import logging
 import warnings
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -209,7 +208,6 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
     """
 
     flat_param: FlatParameter
-    _ranges: Sequence["weakref.ref[nn.Parameter]"] = ()  # live FlatRanges
 
     def __init__(
         self,

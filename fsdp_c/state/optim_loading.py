@@ -24,7 +24,6 @@ from fsdp_c.state.optim_params import (
     Key,
     OptimParam,
     OptimParams,
-    has_originals,
     names_of_numbers,
     with_params,
 )
@@ -324,7 +323,7 @@ def _own_parts(targets: Sequence[_Target], options: LoadOptions) -> Iterator[tup
             value, key = target.value, target.key
             if copies or isinstance(value, _OnRank0) or not _is_plain(value, target.layout):
                 yield key, _own_part(target, options)
-            elif has_originals(module):
+            elif module._use_orig_params:
                 start, end = target.layout.shard.bounds(module.rank)
                 ranges += [len(sources), start * value.itemsize, (end - start) * value.itemsize]
                 numels.append((end - start,))

@@ -13,7 +13,6 @@ from torch import nn
 from fsdp_c.compat.aliases import OptimInput, ParamGroup
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common
-from fsdp_c.sharding.flat_ranges import make_ranges, ranges_of
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, joined, named_params
 from fsdp_c.state.sharded_values import ParamLayout, param_layouts
@@ -37,8 +36,8 @@ class OptimParam(NamedTuple):
 
     @property
     def is_original(self) -> bool:
-        """True if this is one original parameter, or its range of a flat one."""
-        return has_originals(self.owner)
+        """True if this is one original parameter."""
+        return self.owner._use_orig_params
 
     @property
     def layout(self) -> ParamLayout:
@@ -62,11 +61,6 @@ class OptimParam(NamedTuple):
         return self.is_whole and self.owner._fsdp_extension is None
 
 
-def has_originals(module: ShardedModule) -> bool:
-    """Return True if optimizers hold a unit's original parameters, or ranges of its flat parameter."""
-    return module._use_orig_params or bool(ranges_of(handle_of(module)))
-
-
 class OptimParams:
     """Parameters of ``model`` in the order of ``named_parameters()``.
 
@@ -81,32 +75,18 @@ class OptimParams:
                 f"list index out of range: {type(model).__name__} has no FullyShardedDataParallel in it: "
                 "pass the wrapped model, or save a plain one's optimizer by optim.state_dict()"
             )
-        first = modules[0][1]._use_orig_params
-        if any(module._use_orig_params != first for _, module in modules):
+        self.use_orig_params = modules[0][1]._use_orig_params
+        if any(module._use_orig_params != self.use_orig_params for _, module in modules):
             raise AssertionError("Not all FSDP modules have the same _use_orig_params value")
         self.all_units = [module for _, module in modules]
         self.units = [module for module in self.all_units if module._handle is not None]
-        self.use_orig_params = first or any(has_originals(module) for module in self.units)
         self._shown: dict[torch.Tensor, nn.Parameter] = {}
-        self._ranges: dict[nn.Parameter, dict[str, nn.Parameter]] = {}
         managed = self._managed(modules)
-        self.raw_names: dict[str, nn.Parameter] = {}
-        for name, param in named_params(model).items():
-            self.raw_names |= self._ranges.get(param) or {name: self.original(param)}
+        self.raw_names = {name: self.original(param) for name, param in named_params(model).items()}
         self.by_param = {
             param: managed.get(param) or OptimParam(clean_name(name), (clean_name(name),), None, ())
             for name, param in self.raw_names.items()
         }
-
-    @classmethod
-    def of_originals(cls, model: nn.Module) -> OptimParams:
-        """Return one entry per original parameter, with ranges made for flat parameters."""
-        flat = [module for module in cls(model).units if not module._use_orig_params]
-        # references until the result holds the ranges
-        made = [make_ranges(handle_of(module)) for module in flat]
-        found = cls(model)
-        del made
-        return found
 
     def _managed(self, modules: Sequence[tuple[str, ShardedModule]]) -> dict[nn.Parameter, OptimParam]:
         found: dict[nn.Parameter, OptimParam] = {}
@@ -117,11 +97,7 @@ class OptimParams:
             prefix = clean_name(f"{path}.") if path else ""
             params = common.managed_params(module._handle)[: flat_param._num_params]
             fqns = [prefix + param.fqn for param in params]
-            if ranges := ranges_of(module._handle):
-                self._ranges[flat_param] = dict(zip(fqns, ranges, strict=True))
-                for index, (part, fqn) in enumerate(zip(ranges, fqns, strict=True)):
-                    found[part] = OptimParam(fqn, (fqn,), module, (index,))
-            elif module._use_orig_params:
+            if module._use_orig_params:
                 originals = flat_param._params or []
                 for index, (param, fqn) in enumerate(zip(originals, fqns, strict=True)):
                     found[param] = OptimParam(fqn, (fqn,), module, (index,))

@@ -24,7 +24,7 @@ from fsdp_c.sharding import common
 from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.holders import group_of_model
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
-from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, has_originals, with_params
+from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, with_params
 from fsdp_c.state.quantized_state import is_made_of_tensors
 from fsdp_c.state.redistribution import join_ranges
 from fsdp_c.state.sharded_values import (
@@ -289,7 +289,7 @@ def _tensors(
         dtypes = [dict(held[known].tensors) for known in same_unit]
         layouts, is_sharded = param_layouts(module), handle_of(module).layout.sharded
         is_plain = is_sharded and module._fsdp_extension is None
-        is_original = has_originals(module)
+        is_original = module._use_orig_params
         is_flat = is_plain and not is_original and not options.shard_state
         for name in sorted({name for one in dtypes for name in one}):
             # states of one name are one evenly sharded flat tensor

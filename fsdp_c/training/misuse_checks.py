@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding.common import place_of
 from fsdp_c.sharding.construction import is_flattened
-from fsdp_c.sharding.flat_ranges import ranges_of
 from fsdp_c.sharding.sharded_module import ShardedModule, handles_in, root_units, units_of
 from fsdp_c.sharding.traversal import clean_name, is_composable, named_params
 from fsdp_c.training import replacements
@@ -103,8 +102,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
     params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     kind = type(optimizer)
     for root in list(_unstepped):
-        handles = handles_in(root)
-        own = {id(param) for handle in handles for param in (*handle.script_params, *ranges_of(handle))}
+        own = {id(param) for handle in handles_in(root) for param in handle.script_params}
         before = {id(param()) for unit in units_of(root) for param in unit._whole._params_before}
         if params.keys().isdisjoint(own | before):
             continue

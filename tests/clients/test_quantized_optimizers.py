@@ -431,10 +431,9 @@ def test_an_optimizer_in_accelerates_wrapper_resumes_with_the_same_bits(rank: in
     assert_same_bits(resumed, optimizer)
 
 
-@both_views
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], "bitsandbytes AdEMAMix8bit"])
 @on_ranks(2)
-def test_whole_parameters_resume_with_the_same_bits(rank: int, kind: str, use_orig_params: bool) -> None:
+def test_whole_parameters_resume_with_the_same_bits(rank: int, kind: str) -> None:
     from fsdp_c import checkpoint
     from fsdp_c.optim import WholeParameters
 
@@ -445,13 +444,13 @@ def test_whole_parameters_resume_with_the_same_bits(rank: int, kind: str, use_or
 
         return WholeParameters(model, inner)
 
-    model = wrapped(use_orig_params)
+    model = wrapped(True)
     optimizer = made(model)
     train(model, optimizer, range(3), rank)
     path = shared_folder()
     checkpoint.save(model, optimizer, path)
     for form in ("full", "checkpoint"):
-        other = wrapped(use_orig_params)
+        other = wrapped(True)
         resumed = made(other)
         if form == "checkpoint":
             checkpoint.load(other, resumed, path)

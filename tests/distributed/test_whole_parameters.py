@@ -26,7 +26,6 @@ from fsdp_c import CPUOffload, FullOptimStateDictConfig, ShardingStrategy, State
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.optim import WholeParameters, whole_parameters
 from fsdp_c.optim.whole_parameters import BUCKET_NBYTES
-from fsdp_c.state.optim_params import OptimParams
 from tests.distributed.test_hybrid import groups
 from tests.ranks import both_views, device, on_ranks, pool
 
@@ -127,9 +126,8 @@ def plain_model() -> Model:
 
 
 def wrapped(module: nn.Module, **options: Any) -> FSDP:
-    return FSDP(
-        copy.deepcopy(module), auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=device(), **options
-    )
+    arguments = {"auto_wrap_policy": ModuleWrapPolicy({Layer}), "use_orig_params": True} | options
+    return FSDP(copy.deepcopy(module), device_id=device(), **arguments)
 
 
 def batch(step: int) -> torch.Tensor:
@@ -188,14 +186,10 @@ STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, Shard
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
-@both_views
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
-def test_bits_are_those_of_the_plain_model(
-    kind: str, use_orig_params: bool, strategy: ShardingStrategy
-) -> None:
-    options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
-    trained_alike(FACTORIES[kind], 4, bucket_nbytes=4096, **options)
+def test_bits_are_those_of_the_plain_model(kind: str, strategy: ShardingStrategy) -> None:
+    trained_alike(FACTORIES[kind], 4, bucket_nbytes=4096, sharding_strategy=strategy)
 
 
 @on_ranks(2)
@@ -220,7 +214,7 @@ def test_any_number_of_ranks(rank: int, world: int) -> None:
     if rank >= world:
         return
     plain = plain_model().double()
-    model = wrapped(plain, use_orig_params=True, process_group=group)
+    model = wrapped(plain, process_group=group)
     expected = [torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)]
     optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     train(plain, expected, range(3))
@@ -230,10 +224,9 @@ def test_any_number_of_ranks(rank: int, world: int) -> None:
             torch.testing.assert_close(ours, theirs)
 
 
-@both_views
 @on_ranks(4)
-def test_replicas_divide_the_work(rank: int, use_orig_params: bool) -> None:
-    *_, optimizer = trained_alike(matrices_by_muon, use_orig_params=use_orig_params, **hybrid())
+def test_replicas_divide_the_work(rank: int) -> None:
+    *_, optimizer = trained_alike(matrices_by_muon, **hybrid())
     own = sum(len(inner.state) for inner in optimizer._inner)
     total = torch.tensor(own)
     dist.all_reduce(total)
@@ -243,7 +236,7 @@ def test_replicas_divide_the_work(rank: int, use_orig_params: bool) -> None:
 @on_ranks(4)
 def test_ranks_have_equal_work(world_size: int) -> None:
     """The work of each rank, in multiplications per step, is within 1.2 of an equal share."""
-    model = wrapped(nn.Sequential(*(Layer(inner) for inner in (32, 64, 96) * 8)), use_orig_params=True)
+    model = wrapped(nn.Sequential(*(Layer(inner) for inner in (32, 64, 96) * 8)))
     optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
     costs = [0] * world_size
     for whole in optimizer._wholes:
@@ -268,7 +261,7 @@ def test_ranks_have_equal_work(world_size: int) -> None:
 @on_ranks(4)
 def test_each_rank_has_work_in_each_bucket(world_size: int) -> None:
     """A rank without work would wait for the transfers."""
-    model = wrapped(nn.Sequential(*(Layer(inner) for inner in (32, 64, 96) * 8)), use_orig_params=True)
+    model = wrapped(nn.Sequential(*(Layer(inner) for inner in (32, 64, 96) * 8)))
     optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
     optimizer._bucket_nbytes = -(-sum(whole.nbytes for whole in optimizer._wholes) // 8)
     buckets = list(optimizer._buckets(optimizer._wholes))
@@ -286,7 +279,7 @@ def test_each_rank_has_work_in_each_bucket(world_size: int) -> None:
 
 @on_ranks(2)
 def test_between_steps_a_rank_holds_state_of_its_own_alone() -> None:
-    model = wrapped(plain_model(), use_orig_params=True)
+    model = wrapped(plain_model())
     optimizer = WholeParameters(model, torch.optim.AdamW, lr=0.1)
     train(model, [optimizer], range(2))
     (inner,) = optimizer._inner
@@ -306,9 +299,7 @@ class Random:
         for param in self.plain.parameters():
             param.requires_grad_(draw.random() < 0.9)
         self.factory = FACTORIES[draw.choice(list(FACTORIES))]
-        self.options = {"use_orig_params": True, "sharding_strategy": draw.choice(STRATEGIES)}
-        if all(param.requires_grad for param in self.plain.parameters()):
-            self.options["use_orig_params"] = draw.random() < 0.5
+        self.options = {"sharding_strategy": draw.choice(STRATEGIES)}
         self.bucket_nbytes = draw.choice([None, 1, 2000, 20_000])
         self.saves_at = draw.randint(1, 4)
 
@@ -338,7 +329,7 @@ def test_random_programs_train_as_the_plain_model(seed: int) -> None:
 @on_ranks(2)
 def test_schedules_scalers_and_clipping_are_those_of_the_plain_model() -> None:
     plain = plain_model()
-    model = wrapped(plain, use_orig_params=True)
+    model = wrapped(plain)
     expected = decayed_sgd(list(plain.named_parameters()))
     optimizer = WholeParameters(model, decayed_sgd)
     for one, trained in ((expected, plain), (optimizer, model)):
@@ -361,7 +352,7 @@ def test_schedules_scalers_and_clipping_are_those_of_the_plain_model() -> None:
 def test_parameters_without_gradients_are_left_alone() -> None:
     plain = plain_model()
     plain.layers[1].requires_grad_(False)
-    _, model, expected, optimizer = trained_alike(FACTORIES["adamw"], 2, plain, use_orig_params=True)
+    _, model, expected, optimizer = trained_alike(FACTORIES["adamw"], 2, plain)
     # a layer that the forward does not reach
     for optimizers, trained in ((expected, plain), ([optimizer], model)):
         trained.layers[2].forward = lambda x: x
@@ -371,7 +362,7 @@ def test_parameters_without_gradients_are_left_alone() -> None:
 
 @on_ranks(2)
 def test_a_closure_is_called_once_with_gradients() -> None:
-    model = wrapped(plain_model(), use_orig_params=True)
+    model = wrapped(plain_model())
     optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
     calls = []
 
@@ -384,10 +375,9 @@ def test_a_closure_is_called_once_with_gradients() -> None:
     assert optimizer.step(closure).requires_grad and calls == [1]
 
 
-@both_views
 @on_ranks(2)
-def test_offloaded_parameters(use_orig_params: bool) -> None:
-    trained_alike(matrices_by_muon, use_orig_params=use_orig_params, cpu_offload=CPUOffload(True))
+def test_offloaded_parameters() -> None:
+    trained_alike(matrices_by_muon, cpu_offload=CPUOffload(True))
 
 
 class Counting(torch.optim.SGD):
@@ -401,7 +391,7 @@ class Counting(torch.optim.SGD):
 
 @on_ranks(2)
 def test_a_group_counts_steps_and_not_buckets() -> None:
-    model = wrapped(plain_model(), use_orig_params=True)
+    model = wrapped(plain_model())
     optimizer = WholeParameters(model, Counting, lr=0.1, bucket_nbytes=1)
     train(model, [optimizer], range(3))
     assert optimizer.param_groups[0]["k"] == 3
@@ -425,17 +415,13 @@ def same_state(saved: dict[str, Any], expected: list[Optimizer], plain: nn.Modul
 
 
 @pytest.mark.parametrize("kind", ["muon", "sgd", "adamw", "adafactor", "factored"])
-@both_views
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 @on_ranks(2)
-def test_full_state_is_that_of_the_plain_optimizer(
-    kind: str, use_orig_params: bool, strategy: ShardingStrategy
-) -> None:
-    options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
-    plain, model, expected, optimizer = trained_alike(FACTORIES[kind], 2, **options)
+def test_full_state_is_that_of_the_plain_optimizer(kind: str, strategy: ShardingStrategy) -> None:
+    plain, model, expected, optimizer = trained_alike(FACTORIES[kind], 2, sharding_strategy=strategy)
     saved = FSDP.optim_state_dict(model, optimizer)
     same_state(saved["state"], expected, plain)
-    other = wrapped(plain, use_orig_params=not use_orig_params)  # a different wrapping continues from there
+    other = wrapped(plain, auto_wrap_policy=None)  # a different wrapping continues from there
     resumed = WholeParameters(other, FACTORIES[kind])
     resumed.load_state_dict(FSDP.optim_state_dict_to_load(other, resumed, saved))
     train(plain, expected, range(2, 4))
@@ -450,16 +436,16 @@ def decayed_or_factored(named: Named) -> list[Optimizer]:
     return [torch.optim.SGD(decayed, lr=0.1, momentum=0.9), Factored(factored, lr=0.01)]
 
 
-def body_save(rank: int, world_size: int, folder: str, use_orig_params: bool) -> None:
-    model = wrapped(plain_model().double(), use_orig_params=use_orig_params)
+def body_save(rank: int, world_size: int, folder: str) -> None:
+    model = wrapped(plain_model().double())
     optimizer = WholeParameters(model, decayed_or_factored)
     train(model, [optimizer], range(2))
     checkpoint.save(model, optimizer, folder)
 
 
-def body_load(rank: int, world_size: int, folder: str, use_orig_params: bool) -> None:
+def body_load(rank: int, world_size: int, folder: str) -> None:
     plain = plain_model().double()
-    model = wrapped(plain, use_orig_params=use_orig_params)
+    model = wrapped(plain, auto_wrap_policy=None)
     optimizer = WholeParameters(model, decayed_or_factored)
     optimizer.param_groups[0]["lr"] = 0.5
     checkpoint.load(model, optimizer, folder)
@@ -474,20 +460,17 @@ def body_load(rank: int, world_size: int, folder: str, use_orig_params: bool) ->
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(2, 4), (4, 2)])
-@both_views
-def test_checkpoints_load_on_other_numbers_of_ranks(
-    saving: int, loading: int, use_orig_params: bool, tmp_path: Path
-) -> None:
+def test_checkpoints_load_on_other_numbers_of_ranks(saving: int, loading: int, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    pool(saving).run(__name__, "body_save", {"folder": folder, "use_orig_params": use_orig_params})
-    pool(loading).run(__name__, "body_load", {"folder": folder, "use_orig_params": not use_orig_params})
+    pool(saving).run(__name__, "body_save", {"folder": folder})
+    pool(loading).run(__name__, "body_load", {"folder": folder})
 
 
 @pytest.mark.parametrize("kind", ["adafactor", "factored"])
 @on_ranks(2)
 def test_checkpoints_go_to_the_plain_optimizer_and_back(kind: str) -> None:
     plain = plain_model()
-    model = wrapped(plain, use_orig_params=True)
+    model = wrapped(plain)
     optimizer = WholeParameters(model, FACTORIES[kind])
     train(model, [optimizer], range(2))
     folder = common_folder()
@@ -500,7 +483,7 @@ def test_checkpoints_go_to_the_plain_optimizer_and_back(kind: str) -> None:
     train(other, [resumed], range(2, 3))
 
     checkpoint.save(other, resumed, f"{folder}/plain")
-    again = wrapped(plain, use_orig_params=False)
+    again = wrapped(plain, auto_wrap_policy=None)
     taken = WholeParameters(again, FACTORIES[kind])
     checkpoint.load(again, taken, f"{folder}/plain")
     same_state(FSDP.optim_state_dict(again, taken)["state"], [resumed], other)
@@ -512,14 +495,12 @@ def test_checkpoints_go_to_the_plain_optimizer_and_back(kind: str) -> None:
 @on_ranks(4)
 def test_state_of_replicas_owners_is_saved_and_loaded(rank: int) -> None:
     options = hybrid()
-    plain, model, expected, optimizer = trained_alike(
-        FACTORIES["factored"], 2, use_orig_params=True, **options
-    )
+    plain, model, expected, optimizer = trained_alike(FACTORIES["factored"], 2, **options)
     folder = common_folder()
     checkpoint.save(model, optimizer, f"{folder}/checkpoint")
     for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
         for loads in (False, True):
-            other = wrapped(plain, use_orig_params=not loads, **options)
+            other = wrapped(plain, **options)
             resumed = WholeParameters(other, FACTORIES["factored"])
             if loads:
                 checkpoint.load(other, resumed, f"{folder}/checkpoint")
@@ -539,13 +520,12 @@ def common_folder() -> str:
     return told[0]
 
 
-@both_views
 @on_ranks(2)
-def test_dcp_saves_and_loads_sharded_state(use_orig_params: bool) -> None:
+def test_dcp_saves_and_loads_sharded_state() -> None:
     """Nothing is all-gathered: a tensor of another shape is a single shard, on its owner."""
     torch.manual_seed(3)
     plain = nn.Sequential(Layer(7), Layer(24), nn.Linear(WIDTH, 5)).to(device())
-    model = wrapped(plain, use_orig_params=True)
+    model = wrapped(plain)
     FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
     optimizer = WholeParameters(model, FACTORIES["factored"])
     train(model, [optimizer], range(2))
@@ -558,7 +538,7 @@ def test_dcp_saves_and_loads_sharded_state(use_orig_params: bool) -> None:
     folder = common_folder()
     dcp.save({"optim": saved, "model": model.state_dict()}, checkpoint_id=folder)
 
-    other = wrapped(plain, use_orig_params=use_orig_params)
+    other = wrapped(plain, auto_wrap_policy=None)
     FSDP.set_state_dict_type(other, StateDictType.SHARDED_STATE_DICT)
     resumed = WholeParameters(other, FACTORIES["factored"])
     train(other, [resumed], range(7, 8))
@@ -568,14 +548,14 @@ def test_dcp_saves_and_loads_sharded_state(use_orig_params: bool) -> None:
     resumed.load_state_dict(FSDP.optim_state_dict_to_load(other, resumed, target["optim"]))
     train(model, [optimizer], range(2, 4))
     train(other, [resumed], range(2, 4))
-    ours, theirs = summoned(model), summoned(other)
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    ours, theirs = summoned(model).values(), summoned(other).values()
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 @on_ranks(2)
 def test_dcp_makes_no_step_of_its_own_where_there_is_state() -> None:
     """get_optimizer_state_dict() runs a step of a new optimizer, to create its state."""
-    plain, model, expected, optimizer = trained_alike(matrices_by_muon, 2, use_orig_params=True)
+    plain, model, expected, optimizer = trained_alike(matrices_by_muon, 2)
     _init_optim_state(optimizer)
     saved = FSDP.optim_state_dict(model, optimizer)
     same_state(saved["state"], expected, plain)
@@ -592,7 +572,7 @@ def test_dcp_makes_no_step_of_its_own_where_there_is_state() -> None:
 def test_state_moves_to_other_owners(rank: int, rank0_only: bool) -> None:
     """State is loaded from rank 0 only, or from the shards of a different wrapping's owners."""
     plain = plain_model()
-    model = wrapped(plain, use_orig_params=True)
+    model = wrapped(plain)
     optimizer = WholeParameters(model, FACTORIES["factored"])
     train(model, [optimizer], range(2))
     other = FSDP(plain, use_orig_params=True, device_id=device())
@@ -641,7 +621,7 @@ def swapped_owners(model: FSDP) -> WholeParameters:
 @on_ranks(2)
 def test_sharded_state_round_trip() -> None:
     plain = plain_model()
-    model = wrapped(plain, use_orig_params=True)
+    model = wrapped(plain)
     FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
     optimizer = WholeParameters(model, matrices_by_muon)
     train(model, [optimizer], range(2))
@@ -669,7 +649,7 @@ def summoned(model: FSDP) -> dict[str, torch.Tensor]:
 
 @on_ranks(2)
 def test_what_cannot_be_is_refused_in_words() -> None:
-    model = wrapped(plain_model(), use_orig_params=True)
+    model = wrapped(plain_model())
     with pytest.raises(ValueError, match="LBFGS takes all parameters as one vector"):
         WholeParameters(model, torch.optim.LBFGS)
     with pytest.raises(ValueError, match="SGD holds parameters that the function was not given"):
@@ -678,6 +658,8 @@ def test_what_cannot_be_is_refused_in_words() -> None:
         WholeParameters(model, torch.optim.SGD, bucket_nbytes=0)
     with pytest.raises(IndexError, match="has no FullyShardedDataParallel in it"):
         WholeParameters(plain_model(), torch.optim.SGD)
+    with pytest.raises(ValueError, match=r"flat ones: wrap it with .*use_orig_params=True"):
+        WholeParameters(wrapped(plain_model(), use_orig_params=False), torch.optim.SGD, lr=0.1)
     optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
     with pytest.raises(RuntimeError, match="make it anew"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
@@ -685,7 +667,7 @@ def test_what_cannot_be_is_refused_in_words() -> None:
 
 @on_ranks(2)
 def test_unreduced_gradients_of_one_rank_are_an_error_on_all(rank: int) -> None:
-    model = wrapped(plain_model(), use_orig_params=False)
+    model = wrapped(plain_model())
     optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
     with model.no_sync():
         model(batch(0)).sum().backward()
@@ -711,7 +693,7 @@ class RaisesOnce(torch.optim.SGD):
 @on_ranks(2)
 def test_an_optimizer_that_raises_on_one_rank_is_an_error_on_all(bucket_nbytes: int | None) -> None:
     plain = plain_model()
-    model = wrapped(plain, use_orig_params=True)
+    model = wrapped(plain)
     optimizer = WholeParameters(model, RaisesOnce, lr=0.1, bucket_nbytes=bucket_nbytes)
     with pytest.raises(RuntimeError) as raised:
         train(model, [optimizer], range(1))
@@ -724,7 +706,7 @@ def test_an_optimizer_that_raises_on_one_rank_is_an_error_on_all(bucket_nbytes: 
 
 @on_ranks(2)
 def test_state_of_another_owner_is_refused_on_all_ranks() -> None:
-    model = wrapped(plain_model(), use_orig_params=True)
+    model = wrapped(plain_model())
     optimizer = WholeParameters(model, FACTORIES["factored"])
     train(model, [optimizer], range(1))
     resumed = swapped_owners(model)
@@ -733,41 +715,20 @@ def test_state_of_another_owner_is_refused_on_all_ranks() -> None:
         train(model, [resumed], range(1))
 
 
-# ----------------------------------------------------------------- what it holds of flat parameters
-
-
-def ranges(model: nn.Module) -> list[nn.Parameter]:
-    return list(OptimParams.of_originals(model).by_param)
-
-
+@both_views
 @on_ranks(2)
-def test_ranges_follow_their_module_and_refuse_what_no_sync_has_left() -> None:
-    model = wrapped(plain_model(), use_orig_params=False)
-    optimizer = torch.optim.SGD(ranges(model), lr=0.1)
-    train(model, [optimizer], range(2))
-    model.double()
-    x = batch(0).double()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    model(x).square().mean().backward()
-    optimizer.step()
-    assert not torch.equal(model.state_dict()["head.weight"], before["head.weight"])
-    optimizer.zero_grad()
-    with model.no_sync():
-        model(x).square().mean().backward()
-    with pytest.raises(RuntimeError, match="size|shape"):
-        optimizer.step()
-    optimizer.zero_grad()
-    assert all(param.grad is None for param in model.parameters())
-
-
-@on_ranks(2)
-def test_with_no_optimizer_on_ranges_the_flat_parameters_are_known_again() -> None:
-    model = wrapped(plain_model(), use_orig_params=False)
-    found = ranges(model)
-    assert not set(map(id, found)) & set(map(id, model.parameters()))
-    del found
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, [optimizer], range(1))
-    assert set(FSDP.optim_state_dict(model, optimizer)["state"]) == set(
-        dict(plain_model().named_parameters())
-    )
+def test_muon_of_shards_names_whole_parameters(use_orig_params: bool) -> None:
+    """Muon's own errors contain shapes only; errors for plain parameters are unchanged."""
+    model = FSDP(nn.Linear(3, 3), use_orig_params=use_orig_params, device_id=device())
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    for params, words in (
+        (model.parameters(), "only supports 2D parameters"),
+        (matrices, "empty parameter list"),
+    ):
+        with pytest.raises(ValueError, match=rf"(?s){words}.*\n.*fsdp_c.optim.WholeParameters\(model, Muon,"):
+            torch.optim.Muon(params)
+    for kind in (nn.Linear(3, 3).parameters, lambda: [nn.Parameter(torch.ones(3))]):
+        with pytest.raises(ValueError, match="^Muon only supports 2D parameters") as error:
+            torch.optim.Muon(kind())
+        assert "WholeParameters" not in str(error.value)
+    assert torch.optim.Muon([nn.Linear(3, 3).weight]).param_groups
