@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 import weakref
 from collections import abc, defaultdict
 from collections.abc import Iterable
@@ -24,14 +22,6 @@ __all__ = ["ShardedGradScaler"]
 _DEVICE_TYPES = ("cuda", "cpu", "xla", "hpu", "mtia", "xpu")
 
 
-def _check_numbers(**values: object) -> None:
-    for name, value in values.items():
-        if not isinstance(value, numbers.Real):
-            raise TypeError(f"{name} must be a number, not {type(value).__name__} {value!r}")
-        if not 0 < float(value) < math.inf:
-            raise ValueError(f"{name} must be above 0 and finite, not {value}")
-
-
 class ShardedGradScaler(GradScaler):
     """A ``torch.amp.GradScaler`` that reduces its inf/NaN check over all ranks of ``process_group``.
 
@@ -45,8 +35,6 @@ class ShardedGradScaler(GradScaler):
         process_group: ranks that step together (default: the ranks that hold the optimizer's units, all ranks
             if it steps none).
         enabled: if False, ``step`` calls the optimizer, and everything else is a no-op without communication.
-
-    Raises TypeError for settings of the wrong type, ValueError for values that are not positive and finite.
     """
 
     process_group: dist.ProcessGroup | None
@@ -62,18 +50,6 @@ class ShardedGradScaler(GradScaler):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         check_places(process_group, None, None)
-        if not isinstance(device, (str, torch.device)):
-            raise TypeError(
-                f"device must be the type of one, as 'cuda', not {type(device).__name__} {device!r}"
-            )
-        if not isinstance(growth_interval, numbers.Integral):
-            raise TypeError(f"growth_interval must be a number of steps, not {growth_interval!r}")
-        _check_numbers(
-            init_scale=init_scale,
-            backoff_factor=backoff_factor,
-            growth_factor=growth_factor,
-            growth_interval=growth_interval,
-        )
         super().__init__(
             device.type if isinstance(device, torch.device) else device,
             init_scale=init_scale,
@@ -131,13 +107,8 @@ class ShardedGradScaler(GradScaler):
                 param.grad = param.grad.to(torch.float32).coalesce().to(torch.float16)
         if not allow_fp16:  # called by unscale_(), which expects one dimension for shards
             found_inf = found_inf.reshape(1)
-        grads = _grads_together(optimizer, found_inf.device)
-        if grads:
-            found = {found_inf.device: found_inf.clone()}
-            torch.ops.fsdp_c.unscale_(grads, found[found_inf.device], inv_scale)
-        else:
-            found = torchs_unscale_grads_(self, optimizer, inv_scale, found_inf, True)
-            found = found or {found_inf.device: found_inf.clone()}
+        found = torchs_unscale_grads_(self, optimizer, inv_scale, found_inf, True)
+        found = found or {found_inf.device: found_inf.clone()}
         group = self.process_group or _group_of(optimizer)
         reduce_found_inf(found, torch.device(self._device), [group])
         return found
@@ -196,46 +167,3 @@ def _group_of(optimizer: torch.optim.Optimizer) -> dist.ProcessGroup | None:
         found = set(map(group_of_model, roots))
         _groups[optimizer] = found.pop() if len(found) == 1 else None
     return _groups[optimizer]
-
-
-def _grads_together(optimizer: torch.optim.Optimizer, device: torch.device) -> list[Tensor]:
-    """Return all gradients if one ``fsdp_c::unscale_`` call supports them, else an empty list."""
-    grads = [param.grad.detach() for param in _params(optimizer) if param.grad is not None]
-    plain = all(
-        grad.device == device and grad.layout is torch.strided and type(grad) is Tensor for grad in grads
-    )
-    return grads if plain else []
-
-
-_WIDE_NUMEL = 2**22  # elements converted to fp32 at a time
-
-
-@torch.no_grad()
-def _unscale_op(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """Implement ``torch.ops.fsdp_c.unscale_``: multiply ``tensors`` by ``inverse_scale`` in place.
-
-    Sets ``found_inf`` to 1 if an element was inf or NaN. Raises RuntimeError unless ``found_inf`` and
-    ``inverse_scale`` are one float32 each.
-    """
-    for name, number in (("found_inf", found_inf), ("inverse_scale", inverse_scale)):
-        if number.dtype is not torch.float32 or number.numel() != 1:
-            raise RuntimeError(f"fsdp_c::unscale_: {name} must be one float32")
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
-    if found_inf.device.type != "cpu":  # torch's CUDA kernel does not support bfloat16
-        for tensor in groups.pop(torch.bfloat16, []):
-            for part in tensor.view(-1).split(_WIDE_NUMEL) if tensor.is_contiguous() else [tensor]:
-                wide = part.float()
-                torch._amp_foreach_non_finite_check_and_unscale_([wide], found_inf, inverse_scale)
-                part.copy_(wide)
-    for group in groups.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse_scale)
-
-
-if not hasattr(torch.ops.fsdp_c, "unscale_"):  # already defined by an earlier import
-    _library = torch.library.Library("fsdp_c", "FRAGMENT")
-    _library.define("unscale_(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inverse_scale) -> ()")
-    for _key in ("CompositeExplicitAutograd", "CUDA"):
-        _library.impl("unscale_", _unscale_op, _key)
-    _library.impl("unscale_", lambda tensors, found_inf, inverse_scale: None, "Meta")

@@ -122,30 +122,6 @@ def test_unflatten_and_shard_are_copies_of_what_torch_slices() -> None:
     assert same(ops.shard(flat, 3, 4, torch.bfloat16), expected)
 
 
-@each_dtype
-@pytest.mark.parametrize("spoilt", [None, float("inf"), float("nan")])
-def test_unscale_is_torchs_and_its_finding_stays_on_the_device(
-    dtype: torch.dtype, spoilt: float | None
-) -> None:
-    tensors = [numbers(numel, dtype, numel) for numel in NUMELS]
-    if spoilt is not None:
-        tensors[3][5] = spoilt
-    expected, inverse = [tensor.clone() for tensor in tensors], torch.tensor(0.00390632, device="cuda")
-    ours, theirs = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
-    wide = [
-        tensor.float() if dtype == torch.bfloat16 else tensor for tensor in expected
-    ]  # torch does not support bfloat16 here
-    torch._amp_foreach_non_finite_check_and_unscale_(wide, theirs, inverse)
-    expected = [tensor.to(dtype) for tensor in wide]
-    with without_waiting():
-        ops.unscale_(tensors, ours, inverse)
-    assert ours.item() == theirs.item() == float(spoilt is not None)
-    assert all(
-        torch.equal(one.nan_to_num(3.0), other.nan_to_num(3.0))
-        for one, other in zip(tensors, expected, strict=True)
-    )
-
-
 def test_a_launch_goes_to_the_current_stream() -> None:
     stream = torch.cuda.Stream()
     source, event = numbers(1 << 24, torch.float32), torch.cuda.Event()

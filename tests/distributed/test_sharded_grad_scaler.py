@@ -90,18 +90,6 @@ def test_kept_fp16_gradients_are_unscaled_as_by_torch(rank: int) -> None:
     assert_same(grads["torch"], grads["fsdp_c"])
 
 
-@on_ranks(2)
-def test_dense_gradients_are_looked_at_at_once_whatever_their_dtypes() -> None:
-    weights = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
-    scaler = ShardedGradScaler(device().type, init_scale=4.0)
-    scaler.scale(sum(weight.float().sum() for weight in weights)).backward()
-    with torch.profiler.profile() as profile:
-        scaler.unscale_(torch.optim.SGD(weights, lr=1.0))
-    called = [event.name for event in profile.events()]
-    assert called.count("fsdp_c::unscale_") == 1
-    assert all(weight.grad.tolist() == [1.0, 1.0, 1.0] for weight in weights)
-
-
 # ----------------------------------------------------------------- one finding for all ranks
 
 
@@ -185,18 +173,6 @@ def test_what_was_found_has_the_shape_of_torchs(rank: int, how: str) -> None:
         shapes[name] = {where.type: (one.shape, one.dtype, one.item()) for where, one in found.items()}
     assert shapes["fsdp_c"] == shapes["torch"]
     assert len(shapes["torch"]) == 1
-
-
-def test_gradients_in_bfloat16_are_unscaled_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_c.sharded_grad_scaler._WIDE_NUMEL", 3)  # used on a GPU
-    grads = [torch.arange(10.0).bfloat16(), torch.arange(6.0).bfloat16().view(2, 3).t()]
-    expected = [(grad * 0.3).bfloat16() for grad in (each.float() for each in grads)]
-    found, scale = torch.zeros(1), torch.tensor([0.3])
-    torch.ops.fsdp_c.unscale_(grads, found, scale)
-    assert found.item() == 0 and all(map(torch.equal, grads, expected))
-    grads[0][9] = torch.inf
-    torch.ops.fsdp_c.unscale_(grads, found, scale)
-    assert found.item() == 1
 
 
 # ----------------------------------------------------------------- scale()

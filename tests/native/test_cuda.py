@@ -110,8 +110,7 @@ def test_nvcc_compiles_the_kernels_without_a_warning(tmp_path: Path) -> None:
 
 
 OPERATORS = (
-    "flatten unflatten shard pack_gradients cast_divide accumulate_shard unscale_ "
-    "unshard reshard segment_views"
+    "flatten unflatten shard pack_gradients cast_divide accumulate_shard unshard reshard segment_views"
 )
 
 

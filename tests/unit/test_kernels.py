@@ -263,31 +263,6 @@ def test_norm_of_an_empty_tensor_is_zero() -> None:
     assert _local_norm([torch.empty(0), torch.ones(4)], 2.0, torch.float32, device).item() == 2.0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scale", [0.25, 1 / 3, 1.0])
-def test_unscale_multiplies_and_finds_as_torch_does(dtype: torch.dtype, scale: float) -> None:
-    inverse, finite = (
-        torch.tensor(scale),
-        [values(numel, dtype).nan_to_num(1.0, 2.0, -2.0) for numel in NUMELS],
-    )
-    for spoilt in (None, *itertools.product((1, 1030, 70_000), (math.inf, -math.inf, math.nan))):
-        grads = [grad.clone() for grad in finite]
-        if spoilt:
-            grads[-1][spoilt[0]] = spoilt[1]
-        expected, theirs, ours = [grad.clone() for grad in grads], torch.zeros(1), torch.zeros(1)
-        torch._amp_foreach_non_finite_check_and_unscale_(expected, theirs, inverse)
-        OPS.unscale_(grads, ours, inverse)
-        assert ours.item() == theirs.item() == (spoilt is not None)
-        for actual, reference in zip(grads, expected, strict=True):
-            assert_same_bits(actual, reference)
-
-
-def test_unscale_leaves_an_earlier_finding() -> None:
-    found = torch.ones(())
-    OPS.unscale_([torch.ones(3)], found, torch.tensor(0.5))
-    assert found.item() == 1.0
-
-
 def on_threads(call: Callable[[], Any], counts: tuple[int, ...] = (1, 2)) -> list[Any]:
     """Return the results of ``call`` with each number of threads."""
     threads = torch.get_num_threads()

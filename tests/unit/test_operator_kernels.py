@@ -73,20 +73,6 @@ def test_shards_and_parts(both: Any) -> None:
         assert_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_unscaling_finds_what_is_not_finite(both: Any, dtype: torch.dtype) -> None:
-    for tensor in (values(1031, dtype), torch.ones(9, dtype=dtype)):
-
-        def unscaled(tensor: Tensor = tensor) -> tuple[Tensor, Tensor]:
-            copy, found = tensor.clone(), torch.zeros(())
-            OPS.unscale_([copy], found, torch.tensor(1 / 3))
-            return copy, found
-
-        (ours, found), (theirs, also_found) = both(unscaled)
-        assert_same_bits(ours, theirs)
-        assert found == also_found
-
-
 def test_it_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("FSDP_C_KERNELS", "torch")
     operator_kernels.warn_if_used.cache_clear()

@@ -30,7 +30,6 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
         [2, 0],
         [1, 2],
     ),
-    "unscale_": lambda: ([torch.randn(8), torch.randn(3, 3).half()], torch.zeros(1), torch.tensor(0.5)),
 }
 
 
@@ -160,12 +159,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "offset missing": ("pack_gradients", (torch.ones(8), [F], [], 1.0), "1 grads, but 0 offsets"),
     "zero divisor": ("cast_divide", (F, 0.0, torch.float32), "divisor must be positive, not 0"),
     "other size": ("accumulate_shard", (F, torch.ones(5), 1.0), "accumulator has 4 elements, shard 5"),
-    "found in fp64": (
-        "unscale_",
-        ([F], torch.zeros(1).double(), torch.ones(1)),
-        "found_inf must be one float32",
-    ),
-    "two scales": ("unscale_", ([F], torch.zeros(1), torch.ones(2)), "inverse_scale must be one float32"),
 }
 
 
