@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 from fsdp_c.sharding.construction import check_places
 from fsdp_c.sharding.holders import group_of_model
 from fsdp_c.sharding.sharded_module import root_units
-from fsdp_c.training.rank_local import reduce_found_inf, torchs_unscale_grads_
+from fsdp_c.training.rank_local import reduce_found_inf
 
 __all__ = ["ShardedGradScaler"]
 
@@ -101,13 +101,21 @@ class ShardedGradScaler(GradScaler):
         All inf/NaN checks of the base class use this method, so none is rank-local. A single all-reduce
         covers all devices, because ranks may have gradients on different ones.
         """
-        for param in _params(optimizer):
-            if param.grad is not None and param.grad.is_sparse and param.grad.dtype is torch.float16:
-                # coalesce in fp32: sums of scaled duplicates easily overflow in fp16
-                param.grad = param.grad.to(torch.float32).coalesce().to(torch.float16)
         if not allow_fp16:  # called by unscale_(), which expects one dimension for shards
             found_inf = found_inf.reshape(1)
-        found = torchs_unscale_grads_(self, optimizer, inv_scale, found_inf, True)
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param in _params(optimizer):
+            if (grad := param.grad) is None:
+                continue
+            if grad.is_sparse:
+                if grad.dtype is torch.float16:  # sums of scaled duplicates easily overflow in fp16
+                    param.grad = grad = grad.float().coalesce().half()
+                grad = grad._values()
+            groups.setdefault((grad.device, grad.dtype), []).append(grad)
+        found: dict[torch.device, Tensor] = {}
+        for (device, _), grads in groups.items():
+            finding = found.setdefault(device, found_inf.to(device, copy=True))
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, finding, inv_scale.to(device))
         found = found or {found_inf.device: found_inf.clone()}
         group = self.process_group or _group_of(optimizer)
         reduce_found_inf(found, torch.device(self._device), [group])
