@@ -24,7 +24,6 @@ from fsdp_c.api import (
     ShardingStrategy,
     TrainingState,
 )
-from fsdp_c.compat import left_out
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import with_note
 from fsdp_c.compat.execution_order import ExecutionOrder
@@ -488,11 +487,7 @@ class FullyShardedDataParallel(UnitNames):
                 refuse_torchs_functions(unit_name(wrapped))
             if name == "_fqn_modifiers":  # read by torch.distributed.checkpoint
                 refuse_torchs_checkpoint(unit_name(wrapped), FullyShardedDataParallel)
-            try:
-                found = getattr(wrapped, name)
-            except AttributeError:
-                left_out.explain("FullyShardedDataParallel", name)
-                raise
+            found = getattr(wrapped, name)
             is_own_method = type(found) is types.MethodType and found.__self__ in (
                 wrapped,
                 unwrapped(wrapped),

@@ -6,14 +6,13 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_c import _C
-from fsdp_c.compat import left_out
 from fsdp_c.compat.mixed_use import refuse_torchs_functions
 from fsdp_c.compat.upstream import HandleShardingStrategy, HandleTrainingState, _ShardParamInfo
 from fsdp_c.sharding import flattening
@@ -245,9 +244,3 @@ class HandleNames(_C.Handle):
     def shared_param_module_names(self) -> Iterator[tuple[str, str]]:
         """Return (parameter name, module name) of the further occurrences of shared parameters."""
         return ((info.param_name, info.module_name) for info in self.flat_param._shared_param_infos)
-
-    if not TYPE_CHECKING:  # hidden from mypy, which would accept any attribute
-
-        def __getattr__(self, name: str) -> NoReturn:
-            left_out.explain("FlatParamHandle", name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -59,5 +59,5 @@ def test_package_says_its_version_and_shows_what_users_use() -> None:
     assert fsdp_c.__version__.split(".")[0].isdigit()
     shown = [name for name in dir(fsdp_c) if not name.startswith("_")]
     assert set(fsdp_c.__all__) | {"install", "uninstall", "summary", "wrap"} <= set(shown)
-    assert not {"_C", "torch", "construction", "materialization", "left_out"} & set(dir(fsdp_c))
+    assert not {"_C", "torch", "construction", "materialization"} & set(dir(fsdp_c))
     assert all(hasattr(fsdp_c, name) for name in dir(fsdp_c))
