@@ -17,7 +17,7 @@ from torch._guards import detect_fake_mode
 
 from fsdp_c.compat.errors import ranks_text
 from fsdp_c.sharding.common import all_gather_objects, global_rank, multi_rank_groups
-from fsdp_c.sharding.optional import OptionalPaths
+from fsdp_c.sharding.optional import is_optional
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.traversal import clean_path
 
@@ -90,8 +90,7 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
         and module._handle is not None
         and (module.process_group, module._replicate_group) == groups
     ]
-    optional_paths = OptionalPaths(root)
-    plan = [_unit_plan(path, module, path in optional_paths) for path, module in sharing]
+    plan = [_unit_plan(path, module, is_optional(root, path)) for path, module in sharing]
     compared = digest_of(repr(([one.needs for one in plan], str(error))).encode())
     try:
         if compared != root._agreed_plan and detect_fake_mode() is None:  # fake ranks do not communicate
@@ -121,7 +120,7 @@ def agree_to_sync(name: str, groups: Sequence[dist.ProcessGroup], device: torch.
         raise RuntimeError(difference(plans))
 
 
-def _unit_plan(path: str, module: ShardedModule, is_optional: bool) -> UnitPlan:
+def _unit_plan(path: str, module: ShardedModule, optional: bool) -> UnitPlan:
     handle = handle_of(module)
     flat_param = handle.flat_param
     needs = {
@@ -131,7 +130,7 @@ def _unit_plan(path: str, module: ShardedModule, is_optional: bool) -> UnitPlan:
         "dtype": str(flat_param.dtype),
         "mixed_precision": f"param_dtype {handle._fwd_bwd_param_dtype}, reduce_dtype {handle._reduce_dtype}",
         "padded number of elements": handle.layout.padded_numel,
-        "optional": is_optional,
+        "optional": optional,
     }
     return UnitPlan(clean_path(path), tuple(flat_param._fqns), needs)
 

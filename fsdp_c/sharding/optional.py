@@ -52,30 +52,16 @@ def is_marked(module: nn.Module) -> bool:
     return getattr(module, _MARK, False) is True
 
 
-class OptionalPaths:
-    """Set of the paths of optional modules below ``root``.
-
-    ``path in`` it is True if the module at ``path``, an enclosing module below ``root``, or the module that
-    it wraps is marked. Results are cached per enclosing module.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        # module at each path, and True if the module or an enclosing one is marked
-        self._known: dict[str, tuple[nn.Module, bool]] = {"": (root, False)}
-
-    def __contains__(self, path: str) -> bool:
-        unknown, at = [], path
-        while at not in self._known:
-            unknown.append(at)
-            at = at.rpartition(".")[0]
-        module, marked = self._known[at]
-        for at in reversed(unknown):
-            inner = module._modules[at.rpartition(".")[2]]
-            assert inner is not None
-            module, marked = inner, marked or bool(vars(inner).get(_MARK, False))
-            self._known[at] = module, marked
-        return marked or (module is not self._root and is_sharded_module(module) and is_marked(module.module))
+def is_optional(root: nn.Module, path: str) -> bool:
+    """Return True if the module at ``path``, one around it below ``root``, or the module that it wraps is marked."""
+    module = root
+    for name in path.split(".") if path else ():
+        inner = module._modules[name]
+        assert inner is not None
+        module = inner
+        if vars(module).get(_MARK, False):
+            return True
+    return module is not root and is_sharded_module(module) and is_marked(module.module)
 
 
 def optional_units(modules: Sequence[tuple[str, ShardedModule]]) -> list[tuple[_C.Unit, _C.Unit]]:
@@ -83,11 +69,11 @@ def optional_units(modules: Sequence[tuple[str, ShardedModule]]) -> list[tuple[_
 
     ``modules`` are its units and their paths from the root, in pre-order. The root itself is never optional.
     """
-    optional_paths = OptionalPaths(modules[0][1])
+    root = modules[0][1]
     required: dict[str, _C.Unit] = {}  # units by path; setdefault keeps the unit, which precedes its segments
     found = []
     for path, module in modules:
-        if path not in optional_paths:
+        if not is_optional(root, path):
             required.setdefault(path, module._unit)
             continue
         around = path

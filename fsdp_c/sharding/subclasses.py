@@ -42,25 +42,22 @@ def subclass_state(param: nn.Parameter) -> SubclassState | None:
 
 
 def views_wrapper(states: Sequence[SubclassState | None]) -> Callable[[Views], Views] | None:
-    """Return the function from a unit's views to the registered tensors; None if the views are registered."""
-    return SubclassViews(states) if any(states) else None
+    """Return the function from a unit's views to the registered tensors; None if the views are registered.
 
-
-class SubclassViews:
-    """Wraps each view in its parameter's class, unless the view requires grad.
-
-    Results are cached, because views persist from step to step.
+    Wraps each view in its parameter's class, unless the view requires grad. Results are cached, because views
+    persist from step to step.
     """
+    if not any(states):
+        return None
+    seen: Views = ()
+    wrapped: tuple[nn.Parameter | None, ...] = ()
 
-    def __init__(self, states: Sequence[SubclassState | None]) -> None:
-        self._states = tuple(states)
-        self._views: Views = ()
-        self._wrapped: tuple[nn.Parameter | None, ...] = ()
-
-    def __call__(self, views: Views) -> Views:
-        if views is not self._views:
-            pairs = zip(views, self._states, strict=True)
-            self._views = views
-            self._wrapped = tuple(None if state is None else state.wrap(view) for view, state in pairs)
-        shown = zip(views, self._wrapped, strict=True)
+    def wrap_all(views: Views) -> Views:
+        nonlocal seen, wrapped
+        if views is not seen:
+            pairs = zip(views, states, strict=True)
+            seen, wrapped = views, tuple(None if state is None else state.wrap(view) for view, state in pairs)
+        shown = zip(views, wrapped, strict=True)
         return tuple(view if one is None or view.requires_grad else one for view, one in shown)
+
+    return wrap_all

@@ -50,28 +50,22 @@ def views_wrapper(
     """Return the function from a unit's views to the registered tensors; None if the views are registered."""
     if extension is None or all(one is None for one in param_extensions):
         return None
-    return ViewsWrapper(param_extensions, extension)
 
-
-class ViewsWrapper:
-    """Builds DTensors over a unit's views. Holds no reference to the unit, which owns it."""
-
-    def __init__(self, param_extensions: Sequence[ParamExtension], extension: FSDPExtensions) -> None:
-        self._param_extensions = tuple(param_extensions)
-        self._extension = extension
-
-    def __call__(self, views: Views) -> Views:
-        # Record history under no_grad too, as the views do.
-        with torch.enable_grad():
-            return tuple(map(self._wrap, views, self._param_extensions))
-
-    def _wrap(self, view: Tensor, param_extension: ParamExtension) -> Tensor:
+    # a function without a reference to the unit, which owns it
+    def wrap(view: Tensor, param_extension: ParamExtension) -> Tensor:
         if param_extension is None:
             return view
         # The extension registers a hook on its argument. Pass an alias: the view persists from step to step.
         with torch._C.DisableTorchFunctionSubclass():  # the view's storage may be freed
             alias = view.view_as(view)
-        return self._extension.post_unflatten_transform(alias, param_extension)
+        return extension.post_unflatten_transform(alias, param_extension)
+
+    def wrap_all(views: Views) -> Views:
+        # Record history under no_grad too, as the views do.
+        with torch.enable_grad():
+            return tuple(map(wrap, views, param_extensions))
+
+    return wrap_all
 
 
 def full_shape(param_extension: ParamExtension, local_shape: torch.Size) -> torch.Size:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_c import operator_kernels
 from fsdp_c.compat.upstream import NO_RESHARD_AFTER_FORWARD_STRATEGIES, BackwardPrefetch, ShardingStrategy
-from fsdp_c.sharding.optional import OptionalPaths
+from fsdp_c.sharding.optional import is_optional
 from fsdp_c.sharding.sharded_module import ShardedModule, parts_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, clean_path, joined
 
@@ -128,14 +128,15 @@ def summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     if not found:
         raise ValueError(f"{type(module).__name__} has no FullyShardedDataParallel in it: wrap it first.")
     places: dict[ShardedModule | None, int] = {one: index for index, (_, one) in enumerate(found)}
-    optional_paths = OptionalPaths(module)
     roots: list[ShardedModule] = []
     units = []
     for path, fsdp_module in found:
         parent = places.get(fsdp_module._enclosing_unit)
         roots.append(fsdp_module if parent is None else roots[parent])
         unit = _of_unit(fsdp_module, roots[-1])
-        units.append(replace(unit, path=clean_path(path), parent=parent, is_optional=path in optional_paths))
+        units.append(
+            replace(unit, path=clean_path(path), parent=parent, is_optional=is_optional(module, path))
+        )
     shares = getattr(optimizer, "shares", tuple)  # method of WholeParameters
     return Summary(tuple(units), tuple(shares()))
 
