@@ -199,7 +199,7 @@ def modelled(model_name: str, machine_name: str) -> dict[str, float]:
 
     # exchanged values are undefined here, so set the owners
     whole_parameters._choose_owners = give_most_to_rank_0
-    whole_parameters._agree_on_gradients = lambda wholes, _: (dict.fromkeys(wholes, torch.float32), False)
+    whole_parameters._agree_on_gradients = lambda wholes, _: (wholes, False)
     whole_parameters._raise_everywhere = lambda *_: None
     optimizer = WholeParameters(model, muon_and_adamw)
     sent = Sent()

@@ -31,18 +31,9 @@ from fsdp_c.state.sharded_values import from_memory_order, param_layouts, to_mem
 from fsdp_c.state.whole_state import WholeState, has_tensors
 
 BUCKET_NBYTES = 256 * 2**20
-_GRAD_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.complex64,
-    torch.complex128,
-)
 _PARTLY_DONE = (
     "The step is done for some parameters and their state, and not for others: go on from a checkpoint"
 )
-_UNREDUCED = 1 + len(_GRAD_DTYPES)  # agreed kind of a gradient that no_sync has left unreduced on a rank
 
 
 class _Ranks(NamedTuple):
@@ -197,13 +188,14 @@ class WholeParameters(Optimizer):
         by_held = {whole.held: whole for whole in self._wholes}
         self._stepped = [by_held[held] for group in self._inner_groups() for held in group["params"]]
         self._side_stream = _SideStream([whole.ranks.device for whole in self._wholes])
-        self._is_complete = False
         params = iter([whole.param for whole in self._stepped])
         super().__init__(
             [{**group, "params": [next(params) for _ in group["params"]]} for group in self._inner_groups()],
             {},
         )
         self._is_complete = True
+
+    _is_complete = False  # true after the constructor
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise RuntimeError: groups cannot be added to a complete optimizer."""
@@ -257,9 +249,9 @@ class WholeParameters(Optimizer):
         if state_is_loaded:
             self._take_loaded_state()
         outer = [_options(group) for group in self.param_groups]
-        buckets = list(self._buckets(list(having)))
+        buckets = list(self._buckets(having))
         try:
-            self._step_buckets(buckets, having, outer)
+            self._step_buckets(buckets, outer)
         finally:
             self._side_stream.wait()
             for bucket in buckets:
@@ -270,16 +262,11 @@ class WholeParameters(Optimizer):
         self.state = _NonEmptyState(dict)
         return loss
 
-    def _step_buckets(
-        self,
-        buckets: Sequence[list[_Whole]],
-        dtypes: dict[_Whole, torch.dtype],
-        outer: Sequence[ParamGroup],
-    ) -> None:
+    def _step_buckets(self, buckets: Sequence[list[_Whole]], outer: Sequence[ParamGroup]) -> None:
         """Step all buckets. Collective. See [Note: Transfers beside the computation]."""
         side_stream, error = self._side_stream, None
         with side_stream.moving(after_computation=True):
-            full = _bucket_on_owners(buckets[0], dtypes)
+            full = _bucket_on_owners(buckets[0])
             event = side_stream.event()
         for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
             side_stream.wait(event)
@@ -289,7 +276,7 @@ class WholeParameters(Optimizer):
                 del value, grad
             if following is not None:
                 with side_stream.moving():
-                    full = _bucket_on_owners(following, dtypes)
+                    full = _bucket_on_owners(following)
                     event = side_stream.event()
             try:
                 if error is None:
@@ -586,47 +573,37 @@ def _raise_everywhere(wholes: Sequence[_Whole], error: Exception | None, remedy:
         raise RuntimeError("\n".join([*causes, remedy])) from error
 
 
-def _agree_on_gradients(
-    wholes: Sequence[_Whole], state_is_loaded: bool
-) -> tuple[dict[_Whole, torch.dtype], bool]:
-    """Return the dtypes of gradients on any rank, by parameter; and True if any rank has loaded state. Collective."""
-    found: dict[_Whole, torch.dtype] = {}
+def _agree_on_gradients(wholes: Sequence[_Whole], state_is_loaded: bool) -> tuple[list[_Whole], bool]:
+    """Return the parameters with a gradient on any rank, and True if any rank has loaded state. Collective."""
+    found: list[_Whole] = []
     for ranks, members in _by_ranks(wholes).items():
-        kinds = []  # 0: no gradient; 1 + index of its dtype; or _UNREDUCED
-        for whole in members:
-            grad = whole.param.grad
-            if grad is not None and grad.shape != whole.param.shape:
-                kinds.append(_UNREDUCED)
-            else:
-                kinds.append(0 if grad is None else 1 + _GRAD_DTYPES.index(grad.dtype))
+        grads = [(whole.param, whole.param.grad) for whole in members]
+        # 0: no gradient; 1: a gradient; 2: one that no_sync has left unreduced
+        kinds = [0 if grad is None else 1 + (grad.shape != param.shape) for param, grad in grads]
         flags = torch.tensor([int(state_is_loaded), *kinds], dtype=torch.uint8, device=ranks.device)
         for group in ranks.groups:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
         is_loaded, *agreed = flags.tolist()
         state_is_loaded = state_is_loaded or bool(is_loaded)
-        if unreduced := [
-            whole.name for whole, kind in zip(members, agreed, strict=True) if kind == _UNREDUCED
-        ]:
+        if unreduced := [whole.name for whole, kind in zip(members, agreed, strict=True) if kind == 2]:
             raise RuntimeError(
                 f"the gradient of {first_names(unreduced)} is on a rank not of the size of its shard: run a backward "
                 "outside of no_sync before step()"
             )
-        found |= {whole: _GRAD_DTYPES[kind - 1] for whole, kind in zip(members, agreed, strict=True) if kind}
+        found += [whole for whole, kind in zip(members, agreed, strict=True) if kind]
     return found, state_is_loaded
 
 
-def _bucket_on_owners(
-    bucket: Sequence[_Whole], dtypes: dict[_Whole, torch.dtype]
-) -> list[tuple[_Whole, Tensor, Tensor]]:
+def _bucket_on_owners(bucket: Sequence[_Whole]) -> list[tuple[_Whole, Tensor, Tensor]]:
     """Return (parameter, value, gradient) of the parameters of a bucket that this rank steps. Collective."""
     parts: list[tuple[_Whole, Tensor]] = []
     for whole in bucket:
         param, grad = whole.param.detach(), whole.param.grad
-        grad = torch.zeros_like(param, dtype=dtypes[whole]) if grad is None else grad
+        grad = torch.zeros_like(param) if grad is None else grad.to(param.dtype)
         parts += [(whole, param), (whole, grad)]
     moved = _moved_to_owners(parts)
     return [
-        (whole, value, grad.to(value.dtype))
+        (whole, value, grad)
         for whole, value, grad in zip(bucket, moved, moved, strict=True)
         if value is not None and grad is not None
     ]
@@ -716,7 +693,7 @@ class _PlainValue(NamedTuple):
     value: object
 
 
-_Description = dict[str, "torch.dtype | _PlainValue | WholeState"]
+_Description = dict[str, torch.dtype | _PlainValue | WholeState]
 _LOADED = ""  # key by which a rank reports loaded state
 
 

@@ -189,8 +189,7 @@ WHOLE_PARAMETERS = """
     nbytes = 8 * 200 * 200 * 4  # a matrix for each rank
     optimizer = fsdp_c.optim.WholeParameters(model, Squares, lr=0.1, bucket_nbytes=nbytes)
     # what ranks tell each other has no values here
-    dtypes = {whole: torch.float32 for whole in optimizer._stepped}
-    whole_parameters._agree_on_gradients = lambda *_: (dtypes, False)
+    whole_parameters._agree_on_gradients = lambda wholes, _: (wholes, False)
     whole_parameters._raise_everywhere = lambda *_: None
     optimizer.step()
     with step() as s: optimizer.step()
