@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
-from fsdp_c.sharding.agreement import values_if_different
 from fsdp_c.sharding.holders import group_of_model
-from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
-from fsdp_c.sharding.tensor_parallel import local_part
+from fsdp_c.sharding.sharded_module import handle_of
+from fsdp_c.state.loaded_parts import LoadedPart, LoadedValue, OnRank0, is_sharded, loaded_parts
 from fsdp_c.state.optim_params import (
     Key,
     OptimParam,
@@ -27,21 +25,11 @@ from fsdp_c.state.optim_params import (
     names_of_numbers,
     with_params,
 )
-from fsdp_c.state.redistribution import join_ranges, rank_partition, redistribute
-from fsdp_c.state.sharded_values import (
-    ParamLayout,
-    by_group,
-    dtype_of,
-    from_memory_order,
-    own_part,
-    param_layouts,
-    rows_of_value,
-    shape_of,
-    shards_of_rows,
-    to_memory_order,
-    wholes_of_rows,
-)
+from fsdp_c.state.redistribution import join_ranges
+from fsdp_c.state.sharded_values import ParamLayout, dtype_of, from_memory_order, shape_of
 from fsdp_c.state.whole_state import WholeState, has_tensors, loaded_state, moved_to_owners
+
+Names = tuple[str, ...]  # FQN of a parameter, and name of a state
 
 
 class LoadOptions(NamedTuple):
@@ -50,34 +38,6 @@ class LoadOptions(NamedTuple):
     group: dist.ProcessGroup | None  # None: the group of the ranks that hold the model
     # FQNs of the parameters that this rank steps unsharded; None if it steps its shard of each
     owned: frozenset[str] | None = None
-
-
-class _OnRank0:
-    """Tensor on rank 0. Other ranks receive its shape and dtype by pickle."""
-
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, value: Tensor | None = None) -> None:
-        self.shape, self.dtype, self.value = shape, dtype, value
-
-    def __reduce__(self) -> tuple[type[_OnRank0], tuple[torch.Size, torch.dtype]]:
-        return _OnRank0, (self.shape, self.dtype)
-
-    def broadcast(self, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
-        """Return a copy on every rank. Collective."""
-        if self.value is None:
-            received = torch.empty(self.shape, dtype=self.dtype, device=device)
-        else:
-            received = self.value.detach().to(device, copy=True).contiguous()
-        dist.broadcast(received, group=group, group_src=0)
-        return received
-
-
-class _Target(NamedTuple):
-    """One tensor of the state of one original parameter."""
-
-    module: ShardedModule
-    layout: ParamLayout
-    key: tuple[str, str]  # FQN of the parameter, name of the state
-    value: Tensor | _OnRank0
 
 
 def load_optim_state(
@@ -104,7 +64,9 @@ def load_optim_state(
     states = _with_vectors(params, osd["state"])
     if options.owned is not None:
         states = _with_whole_states(params, states, options)
-    state = _rekeyed(params, keys, states, dict(_shards(_targets(params, states), options)), options)
+    values = _loaded_values(params, states)
+    parts = {values[part.position].names: part for part in loaded_parts(values, options.group)}
+    state = _rekeyed(params, keys, states, parts, _copies(values, parts), options)
     result: ParamState = {"state": state}
     if "param_groups" in osd:
         key_of = {param: key for key, param in keys.items()}
@@ -116,9 +78,9 @@ def load_optim_state(
 
 
 def _without_tensors(value: object) -> Any:
-    """Return ``value`` with each tensor replaced by an ``_OnRank0``, except 0-d ones."""
+    """Return ``value`` with each tensor replaced by an ``OnRank0``, except 0-d ones."""
     if isinstance(value, Tensor):
-        return value.detach().cpu() if value.dim() == 0 else _OnRank0(value.shape, value.dtype, value)
+        return value.detach().cpu() if value.dim() == 0 else OnRank0(value.shape, value.dtype, value)
     if isinstance(value, dict):
         return {key: _without_tensors(one) for key, one in value.items()}
     return pytree.tree_map_only(Tensor, _without_tensors, value) if has_tensors(value) else value
@@ -140,7 +102,7 @@ def _with_vectors(params: OptimParams, states: dict[str, ParamState]) -> dict[st
             {
                 name: shape_of(value)
                 for name, value in states.get(fqn, {}).items()
-                if isinstance(value, (Tensor, _OnRank0))
+                if isinstance(value, (Tensor, OnRank0))
             },
         )
         for _, fqn, layout in params.originals()
@@ -174,10 +136,10 @@ def _with_whole_states(
     for _, fqn, layout in params.originals():
         for name, value in sorted(states.get(fqn, {}).items()):
             is_tensor = _is_tensor(value)
-            if _fits(shape_of(value), layout) if is_tensor else not has_tensors(value, _OnRank0):
+            if _fits(shape_of(value), layout) if is_tensor else not has_tensors(value, OnRank0):
                 continue
             if options.rank0_only:
-                whole = pytree.tree_map_only(_OnRank0, _own_or_meta, value)
+                whole = pytree.tree_map_only(OnRank0, _own_or_meta, value)
                 found[fqn, name] = WholeState(whole, holder)
             else:
                 found[fqn, name] = loaded_state(value)
@@ -188,7 +150,7 @@ def _with_whole_states(
     return merged
 
 
-def _own_or_meta(one: _OnRank0) -> Tensor:
+def _own_or_meta(one: OnRank0) -> Tensor:
     return torch.empty(one.shape, dtype=one.dtype, device="meta") if one.value is None else one.value
 
 
@@ -197,161 +159,61 @@ def _own_or_meta(one: _OnRank0) -> Tensor:
 
 def _is_tensor(value: object) -> bool:
     # type checked first: dim() of a ShardedTensor uses its dispatcher
-    is_placed = isinstance(value, (_OnRank0, ShardedTensor, DTensor))
+    is_placed = isinstance(value, (OnRank0, ShardedTensor, DTensor))
     return is_placed or (isinstance(value, Tensor) and value.dim() > 0)
 
 
-def _targets(params: OptimParams, states: dict[str, ParamState]) -> list[_Target]:
-    """Return all tensors of managed parameters, in the same order on all ranks. Raise ValueError for wrong shapes."""
-    targets = []
+def _loaded_values(params: OptimParams, states: dict[str, ParamState]) -> list[LoadedValue]:
+    """Return all tensors with the shapes of managed parameters, in the same order on all ranks.
+
+    Raises ValueError for other shapes.
+    """
+    values = []
     for known, fqn, layout in params.originals():
         for name, value in sorted(states.get(fqn, {}).items()):
             if not _is_tensor(value):
                 continue
             shape = shape_of(value)
-            is_kept = known.takes_any_shape and not isinstance(value, (ShardedTensor, DTensor))
-            if not _fits(shape, layout) and not is_kept:
+            if known.takes_any_shape and shape != layout.full_shape and not is_sharded(value):
+                continue
+            if not _fits(shape, layout):
                 raise ValueError(
                     f"Tensor optimizer state does not have same shape as its parameter: {name!r} of {fqn} has "
                     f"shape {tuple(shape)}, the parameter {tuple(layout.full_shape)}"
                 )
-            targets.append(_Target(known.owner, layout, (fqn, name), value))
-    return targets
+            values.append(LoadedValue(known.owner, layout, (fqn, name), dtype_of(value), value))
+    return values
 
 
-def _shards(targets: Sequence[_Target], options: LoadOptions) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Yield ((FQN, state name), this rank's part) of each tensor, in its own shape if the unit is not
-    sharded, else 1-D.
+def _copies(values: Sequence[LoadedValue], parts: dict[Names, LoadedPart]) -> dict[Names, Tensor]:
+    """Return the state of parameters that the optimizer holds one by one, with memory of its own.
+
+    1-D if the unit is sharded. Parts in CPU memory are copied by one call: cheaper than two calls per part.
     """
-    world_size = dist.get_world_size(options.group)
-    parallel, scattered, sharded, whole = [], [], [], []
-    for target in targets:
-        module, value = target.module, target.value
-        if module._fsdp_extension is not None:
-            parallel.append(target)
-        elif isinstance(value, (ShardedTensor, DTensor)):
-            sharded.append(target)
-        elif (
-            isinstance(value, _OnRank0)
-            and handle_of(module).layout.sharded
-            and module.world_size == world_size
-        ):
-            scattered.append(target)
+    copies: dict[Names, Tensor] = {}
+    sources: dict[Names, Tensor] = {}
+    ranges: list[int] = []
+    for names, (position, tensor, start, end, is_new) in parts.items():
+        if not values[position].module._use_orig_params:
+            continue
+        if is_new:
+            copies[names] = tensor
+        elif tensor.is_cpu:
+            ranges += [len(sources), start * tensor.itemsize, (end - start) * tensor.itemsize]
+            sources[names] = tensor
         else:
-            whole.append(target)
-    for group, members in by_group(parallel):
-        _agree_on(members, group)
-    for group, members in by_group(scattered):
-        yield from _scattered_parts(members, group)
-    for group, members in by_group(sharded):
-        yield from _parts_of_rows(members, group, options)
-    yield from _own_parts([*parallel, *whole], options)
-
-
-def _scattered_parts(
-    targets: Sequence[_Target], group: dist.ProcessGroup
-) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Yield this rank's parts of values on rank 0, for units that shard over all ranks. Collective."""
-    values = [target.value.value for target in targets if isinstance(target.value, _OnRank0)]
-    shards = redistribute(
-        (
-            torch.empty(0, dtype=dtype_of(target.value), device="cpu")
-            if value is None
-            else to_memory_order(value.detach(), target.layout.order)
-            for target, value in zip(targets, values, strict=True)
-        ),
-        [rank_partition(target.layout.shape.numel(), 0) for target in targets],
-        [target.layout.shard for target in targets],
-        group,
-        device=targets[0].module.compute_device,
-    )
-    yield from ((target.key, shard) for target, shard in zip(targets, shards, strict=True))
-
-
-def _parts_of_rows(
-    targets: Sequence[_Target], group: dist.ProcessGroup, options: LoadOptions
-) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Yield this rank's parts of sharded values, from its rows. Collective. All ranks raise the error of any."""
-    error, rows = None, []
-    try:
-        rows = [(t, rows_of_value(t.value, t.key[0], t.module, t.layout).detach()) for t in targets]
-    except AssertionError as found:
-        error = found
-    _agree_on(targets, group, error)
-    device = targets[0].module.compute_device
-    divided = [(target, own) for target, own in rows if handle_of(target.module).layout.sharded]
-    undivided = [(target, own) for target, own in rows if not handle_of(target.module).layout.sharded]
-    shards = shards_of_rows([(target.layout, own) for target, own in divided], group, device)
-    wholes = wholes_of_rows([(target.layout, own) for target, own in undivided], group, device)
-    yield from ((target.key, shard) for (target, _), shard in zip(divided, shards, strict=True))
-    for (target, _), whole in zip(undivided, wholes, strict=True):
-        yield target.key, _own_part(target._replace(value=whole), options)
-
-
-def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Exception | None = None) -> None:
-    """Raise on all ranks, before any transfer, if one has an error or ranks pass different state. Collective."""
-    known = [(*target.key, str(dtype_of(target.value))) for target in targets]
-    own = dist.get_rank(), None if error is None else str(error), known
-    compared = repr(own[1:]).encode()
-    everyone = values_if_different(own, compared, [group], targets[0].module.compute_device)
-    if error is not None:
-        raise error
-    for rank, failure, _ in everyone:
-        if failure is not None:
-            raise AssertionError(f"rank {rank} cannot load its part of the optimizer state: {failure}")
-    if everyone:
-        held = {rank: set(theirs) for rank, _, theirs in everyone}
-        fqn, name, dtype = min(set(known).union(*held.values()) - set(known).intersection(*held.values()))
-        having = [rank for rank, one in held.items() if (fqn, name, dtype) in one]
-        raise ValueError(
-            f"ranks pass different sharded optimizer state: {name!r} of {fqn}, {dtype}, is on ranks {having} "
-            f"only of {list(held)}. Pass each rank what was saved on it, or load through "
-            "torch.distributed.checkpoint"
-        )
-
-
-def _own_parts(targets: Sequence[_Target], options: LoadOptions) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Yield this rank's parts of full values, except of those that ``_flat_tensor`` copies directly.
-
-    Collective if only rank 0 has the values.
-    """
-    sources: dict[tuple[str, str], Tensor] = {}  # joined by one call: cheaper than two calls per value
-    ranges, numels = [], []
-    for module, members in itertools.groupby(targets, lambda target: target.module):
-        copies = module._fsdp_extension is not None or not handle_of(module).layout.sharded
-        for target in members:
-            value, key = target.value, target.key
-            if copies or isinstance(value, _OnRank0) or not _is_plain(value, target.layout):
-                yield key, _own_part(target, options)
-            elif module._use_orig_params:
-                start, end = target.layout.shard.bounds(module.rank)
-                ranges += [len(sources), start * value.itemsize, (end - start) * value.itemsize]
-                numels.append((end - start,))
-                sources[key] = value
+            copies[names] = tensor.reshape(-1)[start:end].clone()
     if sources:
-        values = list(sources.values())
-        yield from zip(sources, join_ranges(values, ranges, [1] * len(values), values, numels), strict=True)
-
-
-def _is_plain(value: Tensor, layout: ParamLayout) -> bool:
-    """Return True if ``value`` is in CPU memory, in the memory order of its parameter in the flat parameter."""
-    is_cpu = type(value) is Tensor and value.is_cpu and not value.requires_grad
-    return is_cpu and layout.order is None and value.is_contiguous()
-
-
-def _own_part(target: _Target, options: LoadOptions) -> Tensor:
-    """Return a copy of this rank's part of a full value. Collective if only rank 0 has the value."""
-    module, layout, _, value = target
-    if isinstance(value, _OnRank0):
-        value = value.broadcast(module.compute_device, options.group)
-    value = value.detach()
-    if module._fsdp_extension is not None:
-        value = local_part(value, layout.parallel)
-    if handle_of(module).layout.sharded:
-        return own_part(module, layout, value).clone()
-    if value.shape != layout.shape:  # kept, see OptimParam.takes_any_shape
-        return value.clone()
-    return from_memory_order(to_memory_order(value, layout.order).clone(), layout.shape, layout.order)
+        given, numels = (
+            list(sources.values()),
+            [(parts[names].end - parts[names].start,) for names in sources],
+        )
+        copies.update(zip(sources, join_ranges(given, ranges, [1] * len(given), given, numels), strict=True))
+    for names, flat in copies.items():
+        module, layout, *_ = values[parts[names].position]
+        if not handle_of(module).layout.sharded:
+            copies[names] = from_memory_order(flat, layout.shape, layout.order)
+    return copies
 
 
 # ----------------------------------------------------------------- the result
@@ -361,7 +223,8 @@ def _rekeyed(
     params: OptimParams,
     keys: dict[Key, nn.Parameter],
     states: dict[str, ParamState],
-    shards: dict[tuple[str, str], Tensor],
+    parts: dict[Names, LoadedPart],
+    copies: dict[Names, Tensor],
     options: LoadOptions,
 ) -> dict[Key, object]:
     key_of = {param: key for key, param in keys.items()}
@@ -374,14 +237,17 @@ def _rekeyed(
             continue
         state: ParamState = {}
         if known.module is None:
-            state = _user_state(states[names[0]], options)
+            state = _copied(states[names[0]], options)
         elif not known.is_original:
-            state = _flat_state(known, states, shards)
+            state = _flat_state(known, states, parts, options)
         else:
             (_, _, numel, _) = handle_of(known.module).layout.shard_ranges()[known.indices[0]]
             for name, value in states[names[0]].items():
-                if numel or isinstance(value, WholeState):
-                    state[name] = shards[names[0], name] if _is_tensor(value) else _own_scalar(value)
+                if (names[0], name) in copies and numel:
+                    state[name] = copies[names[0], name]
+                elif numel or isinstance(value, WholeState):
+                    # every rank copies tensors of other shapes, see OptimParam.takes_any_shape
+                    state[name] = _copied(value, options)
         if not state and options.named_optim is not None:
             # optimizers keyed by names expect state of every parameter, also without elements on this rank
             if param in options.named_optim.state:
@@ -395,31 +261,27 @@ def _rekeyed(
                     f"dict has state of {known.fqns}"
                 )
             result[key_of[param]] = state
-    result |= {name: _user_state(states[name], options) for name in states if name in unknown}
+    result |= {name: _copied(states[name], options) for name in states if name in unknown}
     return result
 
 
-def _own_scalar(value: object) -> object:
-    if isinstance(value, WholeState):
-        return value
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
-def _user_state(value: Any, options: LoadOptions) -> Any:
-    """Return a copy of state that no unit manages. Collective if only rank 0 has it."""
-    if isinstance(value, dict):
-        return {key: _user_state(one, options) for key, one in value.items()}
-    if isinstance(value, _OnRank0):
+def _copied(value: Any, options: LoadOptions) -> Any:
+    """Return a copy of state that is not divided. Collective if only rank 0 has it."""
+    if isinstance(value, OnRank0):
         device = torch.device(dist.distributed_c10d._get_object_coll_device(options.group))
         return value.broadcast(device, options.group)
-    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(one, options) for key, one in value.items()}
+    return value if isinstance(value, WholeState) else copy.deepcopy(value)
 
 
 # ----------------------------------------------------------------- state of flat parameters
 
 
 def _flat_state(
-    known: OptimParam, states: dict[str, ParamState], shards: dict[tuple[str, str], Tensor]
+    known: OptimParam, states: dict[str, ParamState], parts: dict[Names, LoadedPart], options: LoadOptions
 ) -> ParamState:
     """Return the state of a flat parameter, joined from the states of its original parameters.
 
@@ -440,9 +302,9 @@ def _flat_state(
         values = {fqn: state[name] for fqn, state in given.items()}
         _check_alike(known, name, values)
         if _is_tensor(first[name]):
-            result[name] = _flat_tensor(known, name, values, shards, dtype_of(first[name]))
+            result[name] = _flat_tensor(known, name, parts, dtype_of(first[name]))
         else:
-            result[name] = _own_scalar(first[name])
+            result[name] = _copied(first[name], options)
     return result
 
 
@@ -485,36 +347,24 @@ def _scalar(value: object) -> tuple[object, torch.dtype | None]:
     return (value.item(), value.dtype) if isinstance(value, Tensor) else (value, None)
 
 
-def _flat_tensor(
-    known: OptimParam,
-    name: str,
-    values: dict[str, Any],
-    shards: dict[tuple[str, str], Tensor],
-    dtype: torch.dtype,
-) -> Tensor:
-    """Join the parts in one call, with zeros between them. Parts missing in ``shards`` are read from ``values``."""
+def _flat_tensor(known: OptimParam, name: str, parts: dict[Names, LoadedPart], dtype: torch.dtype) -> Tensor:
+    """Join the parts of a flat parameter's state in one call, with zeros between them and for missing ones."""
     layout, size = handle_of(known.owner).layout, dtype.itemsize
-    # (source, first element in the source, first element in the shard, numel)
-    parts: list[tuple[Tensor, int, int, int]] = []
-    for fqn, own, (_, offset, numel, start) in zip(
-        known.fqns, param_layouts(known.owner), layout.shard_ranges(), strict=True
-    ):
-        if numel and fqn in values:
-            part = shards.get((fqn, name))
-            if part is None:
-                parts.append((values[fqn], start, offset, numel))
-            else:
-                parts.append((part if layout.sharded else to_memory_order(part, own.order), 0, offset, numel))
-    device = parts[0][0].device if parts else torch.device("cpu")
-    missing = layout.shard_numel - sum(numel for *_, numel in parts)
+    found = [
+        (parts[fqn, name], offset, numel)
+        for fqn, (_, offset, numel, _) in zip(known.fqns, layout.shard_ranges(), strict=True)
+        if numel and (fqn, name) in parts
+    ]
+    device = found[0][0].tensor.device if found else torch.device("cpu")
+    missing = layout.shard_numel - sum(numel for *_, numel in found)
     zeros = torch.zeros(missing, dtype=dtype, device=device)
     sources, ranges, end = [zeros], [], 0
-    for part, start, offset, numel in parts:
-        ranges += [0, 0, (offset - end) * size, len(sources), start * size, numel * size]
-        sources.append(part.to(device))
+    for part, offset, numel in found:
+        ranges += [0, 0, (offset - end) * size, len(sources), part.start * size, numel * size]
+        sources.append(part.tensor.to(device))
         end = offset + numel
     ranges += [0, 0, (layout.shard_numel - end) * size]
-    (flat,) = join_ranges(sources, ranges, [2 * len(parts) + 1], [zeros], [(layout.shard_numel,)])
+    (flat,) = join_ranges(sources, ranges, [2 * len(found) + 1], [zeros], [(layout.shard_numel,)])
     return flat
 
 

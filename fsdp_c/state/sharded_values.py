@@ -341,7 +341,7 @@ def shards_of_rows(
             yield next(shards)
         else:
             start, end = layout.shard.bounds(group.rank())
-            yield to_memory_order(next(wholes), layout.order)[start:end]
+            yield to_memory_order(next(wholes), layout.order)[start:end].clone()  # frees the full tensor
 
 
 def wholes_of_rows(

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp_c.compat.aliases import StateDict
@@ -36,19 +35,10 @@ from fsdp_c.sharding.sharded_module import (
     units_of,
     units_with_paths,
 )
-from fsdp_c.sharding.tensor_parallel import like, local_part
+from fsdp_c.sharding.tensor_parallel import like
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit
-from fsdp_c.state.sharded_values import (
-    ParamLayout,
-    by_group,
-    dtype_of,
-    own_part,
-    param_layouts,
-    rows_of_value,
-    shape_of,
-    shards_of_rows,
-    whole_of_value,
-)
+from fsdp_c.state.loaded_parts import LoadedValue, is_sharded, loaded_parts
+from fsdp_c.state.sharded_values import dtype_of, param_layouts, shape_of, whole_of_value
 from fsdp_c.state.state_dict_saving import is_full, is_shown, local_shard, shard_pieces, type_of
 from fsdp_c.tools import collective_errors
 from fsdp_c.training.unshard_params import check_idle
@@ -118,7 +108,7 @@ def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> No
     for param in common.managed_params(module._handle):
         key = prefix + param.fqn
         value = state_dict.get(key, _ABSENT)
-        if full and not isinstance(value, (ShardedTensor, DTensor)):
+        if full and not is_sharded(value):
             continue
         if value is not _ABSENT and value is not _own_param(module, param.place):
             state_dict[key] = whole_of_value(value, key, module, layouts[param.place])
@@ -126,62 +116,40 @@ def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> No
 
 def _load(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -> dict[ShardedModule, Mark]:
     """Copy the values of units into their shards, and remove them from the dict. Collective."""
-    for _, module in modules:
+    values: list[LoadedValue] = []
+    targets: list[Tensor] = []
+    for at, module in modules:
         check_idle(module)
         handle_of(module).writeback()
-    found = {module: _found(module, at, state_dict) for at, module in modules}
-    by_rows = [module for module in found if not _takes_whole(module)]
-    for group, items in by_group((module, *item) for module in by_rows for item in found[module]):
-        rows = [(layout, own) for _, layout, own, _ in items]
-        shards = shards_of_rows(rows, group, items[0][0].compute_device)
-        for (*_, target), shard in zip(items, shards, strict=True):
-            target.copy_(shard)
-    for module in found:
-        for layout, value, target in found[module] if _takes_whole(module) else ():
-            if is_full(module) and module._fsdp_extension is not None:
-                value = local_part(value, layout.parallel)
-            if target.numel():
-                # detach() reads a lazily loaded tensor-like from its file, one at a time
-                target.copy_(own_part(module, layout, torch.detach(value)))
+        pieces = list(shard_pieces(module))
+        found, needs_rows = _found(module, at, state_dict), not is_full(module)
+        for place in sorted(found):
+            (layout, target), (key, value) = pieces[place], found[place]
+            values.append(LoadedValue(module, layout, (key,), target.dtype, value, needs_rows))
+            targets.append(target)
+    for position, tensor, start, end, _ in loaded_parts(values):
+        if start < end:
+            targets[position].copy_(tensor.reshape(-1)[start:end])
     marks = {}
     for at, module in modules:
         handle_of(module).reshard(True)
-        names = [param.fqn for param in common.managed_params(module._handle)]
+        names = [param.fqn for param in handle_of(module).managed_params]
         missing = [fqn for fqn in names if state_dict.pop(at + fqn, None) is None]
         marks[module] = Mark(True, frozenset(missing))
     return marks
 
 
-def _takes_whole(module: ShardedModule) -> bool:
-    """Return True if each rank copies its part from full values: full state dicts, and tensor parallelism."""
-    return is_full(module) or module._fsdp_extension is not None
-
-
-def _found(
-    module: ShardedModule, prefix: str, state_dict: StateDict
-) -> list[tuple[ParamLayout, Tensor, Tensor]]:
-    """Return (layout, full value or this rank's rows, part of the shard) of each parameter that has a value."""
-    targets = list(shard_pieces(module))
-    values: dict[int, tuple[ParamLayout, Tensor, Tensor]] = {}
-    full, extension = is_full(module), module._fsdp_extension
-    for param in common.managed_params(module._handle):
+def _found(module: ShardedModule, prefix: str, state_dict: StateDict) -> dict[int, tuple[str, object]]:
+    """Return (key, value) of each parameter that has a value, by its place in the flat parameter."""
+    found: dict[int, tuple[str, object]] = {}
+    for param in handle_of(module).managed_params:
         key = prefix + param.fqn
         value = state_dict.get(key, _ABSENT)
-        if value is _ABSENT:
-            if not full:
-                logger.warning("Did not find param with FQN %s, skipping it: it keeps the value it has", key)
-            continue
-        if value is _own_param(module, param.place):
-            continue
-        layout, target = targets[param.place]
-        if extension is not None and not full and isinstance(value, DTensor):
-            value = extension.all_gather_dtensor(value, value.device_mesh)
-        elif extension is None and not full:
-            value = rows_of_value(value, key, module, layout).to(target.dtype)
-        elif not full or (extension is None and isinstance(value, (ShardedTensor, DTensor))):
-            value = whole_of_value(value, key, module, layout)
-        values[param.place] = (layout, value, target)
-    return [values[index] for index in sorted(values)]
+        if value is not _ABSENT and value is not _own_param(module, param.place):
+            found[param.place] = key, value
+        elif value is _ABSENT and not is_full(module):
+            logger.warning("Did not find param with FQN %s, skipping it: it keeps the value it has", key)
+    return found
 
 
 def _own_param(module: ShardedModule, index: int) -> object:

@@ -336,6 +336,19 @@ def test_unexpected_value_is_reported(use_orig_params):
 
 @both_views
 @on_ranks(2)
+def test_values_that_one_rank_lacks_are_refused_on_all_ranks(rank, use_orig_params):
+    source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
+    before, state = saved(target, FULL), saved(source, SHARDED)
+    if rank == 1:
+        del state["vector"]
+    with pytest.raises(ValueError, match=r"vector, torch.float32, is on ranks \[0\] only of \[0, 1\]"):
+        load(target, SHARDED, state)
+    after = saved(target, FULL)
+    assert [name for name in before if not same_bits(before[name], after[name])] == []
+
+
+@both_views
+@on_ranks(2)
 def test_wrong_value_is_named_and_nothing_is_loaded(use_orig_params):
     source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
     before = saved(target, FULL)
