@@ -38,7 +38,6 @@ from fsdp_c.checkpoint.planning import (
 from fsdp_c.checkpoint.values import RangeTensor, boxes_of
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import ranks_text
-from fsdp_c.sharding.common import managed_params
 from fsdp_c.sharding.holders import Holders, Ranks
 from fsdp_c.sharding.sharded_module import units_with_paths
 from fsdp_c.sharding.traversal import clean_name, clean_path, joined
@@ -197,7 +196,8 @@ def partly_held_units(model: nn.Module, count: int) -> list[HeldUnit]:
     found = []
     for path, module in units_with_paths(model):
         if module._handle is not None and (holders := Holders.of(module)).size < count:
-            names = (clean_name(joined(path, param.fqn)) for param in managed_params(module._handle))
+            params = [] if module._handle is None else module._handle.managed_params
+            names = (clean_name(joined(path, param.fqn)) for param in params)
             found.append(HeldUnit(clean_path(path), holders.groups, tuple(map(uncompiled, names))))
     return found
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_c.sharding.flat_param import FlatParamHandle, ManagedParam
-from fsdp_c.sharding.sharded_module import ShardedModule, handles_in, units_of
+from fsdp_c.sharding.flat_param import ManagedParam
+from fsdp_c.sharding.sharded_module import ShardedModule, handles_in
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, joined
 from fsdp_c.sharding.wrap import unit_name
 
@@ -30,16 +30,9 @@ def place_of(fsdp_module: ShardedModule) -> str:
     return f"rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}"
 
 
-def managed_params(handle: FlatParamHandle | None) -> list[ManagedParam]:
-    """Return the original parameters of ``handle``, then further names of shared ones; empty for None."""
-    return [] if handle is None else handle.managed_params
-
-
 def unmanaged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (FQN, parameter) for parameters that no unit manages, once per name."""
-    managed = {
-        (param.module, param.name) for unit in units_of(model) for param in managed_params(unit._handle)
-    }
+    managed = {(param.module, param.name) for handle in handles_in(model) for param in handle.managed_params}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, param in module._parameters.items():
             if param is not None and (module, name) not in managed and not is_flat_param_name(name):

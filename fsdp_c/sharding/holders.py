@@ -16,6 +16,7 @@ from fsdp_c.sharding.sharded_module import ShardedModule, units_of, units_with_p
 from fsdp_c.sharding.traversal import clean_path
 
 Ranks = tuple[int, ...]  # ranks of the default group
+# groups made here, alive as long as the shard group
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Ranks, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
@@ -82,15 +83,12 @@ def group_of_model(model: nn.Module) -> dist.ProcessGroup | None:
     groups = (group for each in found for group in (each.shard, each.replicate) if group is not None)
     if any(not {*ranks_of(group)} <= {*ranks} for group in groups):
         return None
-    return largest.shard if len(ranks) == largest.shard.size() else _group_over(ranks, largest.shard)
-
-
-def _group_over(ranks: Ranks, known: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the cached group of ``ranks``, alive as long as ``known``. The first call is collective."""
-    of_known = _made.setdefault(known, {})
-    if ranks not in of_known:
-        of_known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return of_known[ranks]
+    if len(ranks) == largest.shard.size():
+        return largest.shard
+    made = _made.setdefault(largest.shard, {})
+    if ranks not in made:
+        made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return made[ranks]
 
 
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()

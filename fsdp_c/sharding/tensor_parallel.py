@@ -33,7 +33,13 @@ def flatten(
     a DTensor without an extension.
     """
     if extension is None:
-        _refuse_dtensors(params, fqns)
+        for param, fqn in zip(params, fqns, strict=True):
+            if isinstance(param, DTensor):
+                raise ValueError(
+                    f"{fqn!r} of shape {tuple(param.shape)} is a DTensor on {param.device_mesh}, and there is "
+                    "nothing to flatten it with: pass device_mesh=mesh['dp'], another dimension of the mesh "
+                    "whose mesh['tp'] was given to parallelize_module"
+                )
         return [None] * len(params)
     found = []
     for index, param in enumerate(params):
@@ -125,13 +131,3 @@ def sharding_groups(param_extension: ParamExtension) -> tuple[dist.ProcessGroup,
     return tuple(
         mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()
     )
-
-
-def _refuse_dtensors(params: Sequence[nn.Parameter], fqns: Sequence[str]) -> None:
-    for param, fqn in zip(params, fqns, strict=True):
-        if isinstance(param, DTensor):
-            raise ValueError(
-                f"{fqn!r} of shape {tuple(param.shape)} is a DTensor on {param.device_mesh}, and there is "
-                "nothing to flatten it with: pass device_mesh=mesh['dp'], another dimension of the mesh "
-                "whose mesh['tp'] was given to parallelize_module"
-            )

@@ -12,7 +12,6 @@ from torch import nn
 
 from fsdp_c.compat.aliases import OptimInput, ParamGroup
 from fsdp_c.compat.errors import first_names
-from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, joined, named_params
 from fsdp_c.state.sharded_values import ParamLayout, param_layouts
@@ -95,7 +94,7 @@ class OptimParams:
                 continue
             flat_param = module._handle.flat_param
             prefix = clean_name(f"{path}.") if path else ""
-            params = common.managed_params(module._handle)[: flat_param._num_params]
+            params = module._handle.managed_params[: flat_param._num_params]
             fqns = [prefix + param.fqn for param in params]
             if module._use_orig_params:
                 originals = flat_param._params or []

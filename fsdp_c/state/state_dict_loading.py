@@ -25,7 +25,6 @@ from torch.nn.parameter import is_lazy
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names
 from fsdp_c.compat.upstream import StateDictType
-from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import (
     ShardedModule,
@@ -88,7 +87,7 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
     # after all transfers, so that no rank waits: inside summon_full_params only rank 0 may have full
     # parameters
     for inner in (inner for _, inner in waiting if is_summoned(inner)):
-        for param in common.managed_params(inner._handle):
+        for param in handle_of(inner).managed_params:
             if not is_shown(param):
                 raise RuntimeError(
                     f"{param.fqn} is not shown on rank {inner.rank} in its full shape {tuple(param.shape)}: "
@@ -105,7 +104,7 @@ def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> No
     if module._fsdp_extension is not None:
         return
     layouts, full = param_layouts(module), is_full(module)
-    for param in common.managed_params(module._handle):
+    for param in handle_of(module).managed_params:
         key = prefix + param.fqn
         value = state_dict.get(key, _ABSENT)
         if full and not is_sharded(value):
@@ -160,7 +159,7 @@ def _own_param(module: ShardedModule, index: int) -> object:
 
 def supplied_names(module: ShardedModule, prefix: str, mark: Mark) -> frozenset[str]:
     """Return the names that are missing in the dict as the modules see it, and shall not be reported."""
-    names = [param.fqn for param in common.managed_params(module._handle) if param.fqn not in mark.missing]
+    names = [param.fqn for param in handle_of(module).managed_params if param.fqn not in mark.missing]
     return frozenset(clean_name(prefix) + name for name in (*names, module._flat_param_name))
 
 
@@ -175,9 +174,7 @@ def unsharded_for_load(module: ShardedModule, state_dict: StateDict, prefix: str
             with collective_errors.gathering(handle_of(module)):
                 handle_of(module).summon_enter(True)
             stack.callback(handle_of(module).summon_exit)
-        shown = [
-            (param, getattr(param.module, param.name)) for param in common.managed_params(module._handle)
-        ]
+        shown = [(param, getattr(param.module, param.name)) for param in handle_of(module).managed_params]
         stack.callback(_copy_assigned, shown)
         for param, tensor in shown:
             key = prefix + param.fqn
@@ -212,7 +209,7 @@ def load_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) 
             f"rank {module.rank} expects {key!r}"
         )
     value = state_dict.pop(key)
-    for param in common.managed_params(handle):
+    for param in handle.managed_params:
         state_dict.pop(prefix + param.fqn, None)
     if not isinstance(value, ShardedTensor):
         raise AssertionError(f"Tensors in local_state_dict should be ShardedTensor: {key} is {type(value)}")
@@ -281,7 +278,7 @@ def _warn_of_conversions(modules: Sequence[tuple[str, ShardedModule]], state_dic
         key
         for prefix, module in modules
         if module._flat_param is not None and module._flat_param.is_floating_point()
-        for key in (prefix + param.fqn for param in common.managed_params(module._handle))
+        for key in (prefix + param.fqn for param in handle_of(module).managed_params)
         if key in state_dict and not dtype_of(state_dict[key]).is_floating_point
     ]
     if converted:
@@ -302,7 +299,7 @@ def _expected_shapes(
     """
     managed: dict[nn.Module, dict[str, torch.Size | None]] = {}
     for inner in units_of(fsdp_module):
-        for param in common.managed_params(inner._handle):
+        for param in inner._handle.managed_params if inner._handle is not None else ():
             is_local = type_of(inner) == StateDictType.LOCAL_STATE_DICT
             managed.setdefault(param.module, {})[param.name] = None if is_local else param.shape
     pending: list[tuple[str, nn.Module]] = [("", fsdp_module)]

@@ -112,7 +112,7 @@ def _offloads(module: ShardedModule) -> bool:
 
 def _copies_of_shown(module: ShardedModule) -> list[Tensor]:
     copies = []
-    for param in common.managed_params(module._handle)[: handle_of(module).layout.num_params]:
+    for param in handle_of(module).managed_params[: handle_of(module).layout.num_params]:
         full = getattr(param.module, param.name)
         if not is_shown(param):
             raise AssertionError(
@@ -145,7 +145,7 @@ def put_full_values(module: ShardedModule, state_dict: StateDict, prefix: str) -
     """Replace entries of the unit's parameters by plain tensors with their own memory, or remove them."""
     state_dict.pop(prefix + module._flat_param_name, None)
     dropped = is_dropped(module)
-    for param in common.managed_params(module._handle):
+    for param in handle_of(module).managed_params:
         fqn = prefix + param.fqn
         if dropped:
             state_dict.pop(fqn, None)
@@ -193,7 +193,7 @@ def _rows_of_shown(module: ShardedModule) -> list[Tensor]:
 def names_shown(module: ShardedModule) -> Iterator[None]:
     """Register placeholders for parameters of a unit without original ones, so that their names are in order."""
     nothing = torch.empty(0, device="cpu")
-    params = [] if module._use_orig_params else common.managed_params(module._handle)
+    params = [] if module._use_orig_params else handle_of(module).managed_params
     placeholders = [handle_of(module).as_param(param.place, nothing, requires_grad=False) for param in params]
     with common.mounted(list(zip(params, placeholders, strict=True))):
         yield
@@ -206,7 +206,7 @@ def put_sharded_values(
     state_dict.pop(prefix + module._flat_param_name, None)
     used: set[int] = set()
     layouts = param_layouts(module)
-    params = common.managed_params(module._handle)
+    params = handle_of(module).managed_params
     values: list[Any] = []
     for param in params:
         own = rows[param.place].clone() if param.place in used else rows[param.place]
@@ -226,7 +226,7 @@ def put_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) -
     handle.writeback()
     if module._use_orig_params:
         parts = [part for _, part in shard_pieces(module)]
-        named = ((prefix + param.fqn, parts[param.place]) for param in common.managed_params(handle))
+        named = ((prefix + param.fqn, parts[param.place]) for param in handle.managed_params)
         state_dict.update((fqn, part) for fqn, part in named if fqn in state_dict)
     local = local_shard(module)[: handle.layout.shard_numel_valid]
     local = local.cpu() if _offloads(module) else local

@@ -188,7 +188,7 @@ def _summon_unit(
 @contextlib.contextmanager
 def _offloaded(handle: FlatParamHandle, writeback: bool) -> Iterator[None]:
     """Expose copies in CPU memory and free the unsharded parameters; copy edits back at exit."""
-    params = common.managed_params(handle)
+    params = handle.managed_params
     copies: dict[int, nn.Parameter] = {}
     shown = []
     for param in params:
