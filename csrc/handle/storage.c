@@ -339,13 +339,11 @@ int storage_free_full(struct storage *storage) {
     PyObject *inference_guard;
     if (buffer_free(full) == 0)
         return 0;
-    PyObject *error = PyErr_GetRaisedException();
-    int exported = buffer_is_exported(full);
-    if (exported <= 0) {
-        PyErr_SetRaisedException(error);
+    OWNED *error = PyErr_GetRaisedException();
+    if (buffer_is_exported(full) <= 0) {
+        PyErr_SetRaisedException(Py_XNewRef(error));
         return -1;
     }
-    Py_DECREF(error);
     if (torch_leave_inference_mode(&inference_guard) < 0)
         return -1;
     int result = renew_full(storage);

@@ -48,20 +48,26 @@ static const struct traced_part {
     bool queries_profiler;
     bool stays_open; /* true if the phase lasts until the next one begins */
 } traced_parts[TRACED_PARTS] = {
-    [TRACED_FORWARD] = {"FullyShardedDataParallel.forward", PROGRESS_FORWARD, .queries_profiler = true},
-    [TRACED_ROOT_PRE_FORWARD] = {"FullyShardedDataParallel._root_pre_forward"},
-    [TRACED_PRE_FORWARD] = {"FullyShardedDataParallel._pre_forward"},
-    [TRACED_PRE_FORWARD_PREFETCH] = {"FullyShardedDataParallel._pre_forward_prefetch"},
-    [TRACED_TO_KWARGS] = {"FullyShardedDataParallel._to_kwargs"},
-    [TRACED_POST_FORWARD] = {"FullyShardedDataParallel._post_forward", .queries_profiler = true},
-    [TRACED_PRE_BACKWARD] = {"FullyShardedDataParallel._pre_backward_hook", PROGRESS_BACKWARD,
-                             .queries_profiler = true, .stays_open = true},
-    [TRACED_PRE_BACKWARD_PREFETCH] = {"FullyShardedDataParallel._pre_backward_prefetch"},
-    [TRACED_POST_BACKWARD] = {"FullyShardedDataParallel._post_backward_hook", .queries_profiler = true},
-    [TRACED_POST_BACKWARD_PREFETCH] = {"FullyShardedDataParallel._post_backward_prefetch"},
-    [TRACED_POST_BACKWARD_RESHARD_ONLY] = {"FullyShardedDataParallel._post_backward_hook_reshard_only",
+    [TRACED_FORWARD] = {.range = "FullyShardedDataParallel.forward",
+                        .phase = PROGRESS_FORWARD,
+                        .queries_profiler = true},
+    [TRACED_ROOT_PRE_FORWARD] = {.range = "FullyShardedDataParallel._root_pre_forward"},
+    [TRACED_PRE_FORWARD] = {.range = "FullyShardedDataParallel._pre_forward"},
+    [TRACED_PRE_FORWARD_PREFETCH] = {.range = "FullyShardedDataParallel._pre_forward_prefetch"},
+    [TRACED_TO_KWARGS] = {.range = "FullyShardedDataParallel._to_kwargs"},
+    [TRACED_POST_FORWARD] = {.range = "FullyShardedDataParallel._post_forward", .queries_profiler = true},
+    [TRACED_PRE_BACKWARD] = {.range = "FullyShardedDataParallel._pre_backward_hook",
+                             .phase = PROGRESS_BACKWARD,
+                             .queries_profiler = true,
+                             .stays_open = true},
+    [TRACED_PRE_BACKWARD_PREFETCH] = {.range = "FullyShardedDataParallel._pre_backward_prefetch"},
+    [TRACED_POST_BACKWARD] = {.range = "FullyShardedDataParallel._post_backward_hook",
+                              .queries_profiler = true},
+    [TRACED_POST_BACKWARD_PREFETCH] = {.range = "FullyShardedDataParallel._post_backward_prefetch"},
+    [TRACED_POST_BACKWARD_RESHARD_ONLY] = {.range =
+                                               "FullyShardedDataParallel._post_backward_hook_reshard_only",
                                            .queries_profiler = true},
-    [TRACED_RATE_LIMITER] = {"FullyShardedDataParallel.rate_limiter"},
+    [TRACED_RATE_LIMITER] = {.range = "FullyShardedDataParallel.rate_limiter"},
     [TRACED_FORWARD_GATHER] = {.phase = PROGRESS_FORWARD_GATHER},
     [TRACED_BACKWARD_GATHER] = {.phase = PROGRESS_BACKWARD_GATHER},
     [TRACED_SUM] = {.phase = PROGRESS_BACKWARD},
@@ -90,7 +96,8 @@ static ALWAYS_INLINE void trace_end(struct trace *trace) {
 }
 
 /* Trace the rest of the block as this part. */
-#define TRACE(part, unit) __attribute__((cleanup(trace_end))) struct trace trace = trace_begin(part, unit)
+#define TRACE(part, unit)                                                                                    \
+    __attribute__((cleanup(trace_end), unused)) struct trace trace = trace_begin(part, unit)
 
 static inline void trace_end_step(void) {
     progress_end_step();

@@ -56,7 +56,8 @@ static inline void op_drop_tensor(AtenTensorHandle *tensor) {
         *tensor = NULL;
     }
 }
-#define OP_OWNED __attribute__((cleanup(op_drop_tensor))) AtenTensorHandle
+/* An owned local tensor, or NULL, perhaps owned only to be released. */
+#define OP_OWNED __attribute__((cleanup(op_drop_tensor), unused)) AtenTensorHandle
 
 static inline AtenTensorHandle op_tensor(StableIValue slot) {
     return (AtenTensorHandle)(uintptr_t)slot;

@@ -40,8 +40,9 @@ static inline void ref_release(PyObject **reference) {
     Py_XDECREF(*reference);
 }
 
-/* An owned local, or NULL, released at the end of its block. Return Py_NewRef() of it to pass it on. */
-#define OWNED __attribute__((cleanup(ref_release))) PyObject
+/* An owned local, or NULL, released at the end of its block, its only use at times. Return Py_NewRef() of it to
+ * pass it on. */
+#define OWNED __attribute__((cleanup(ref_release), unused)) PyObject
 
 /* Set an exception (type, format, arguments) and evaluate to -1. */
 #define RAISED(...) (PyErr_Format(__VA_ARGS__), -1)
