@@ -67,6 +67,7 @@ static int init_shapes(struct flat_param *param) {
 
 int flat_param_init(struct flat_param *param, const struct handle_spec *spec, int64_t op_id) {
     const struct config *config = &spec->config;
+    param->object = spec->object;
     param->op_id = op_id;
     param->tensor = Py_NewRef(spec->flat_param);
     param->params = spec->params == Py_None ? NULL : Py_NewRef(spec->params);

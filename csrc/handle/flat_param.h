@@ -35,6 +35,7 @@ struct param_shape {
 };
 
 struct flat_param {
+    PyObject *object; /* borrowed; the Python object that contains the handle */
     PyObject *tensor; /* owned; the flat Parameter, referenced by optimizers and users: never replaced */
     PyObject *params; /* owned; list of the original Parameters; NULL unless use_orig_params */
     PyObject *name;   /* owned; str, the unit's name in errors */
@@ -64,6 +65,7 @@ struct flat_param {
 
 /* Arguments of handle_init. References are borrowed for the call. */
 struct handle_spec {
+    PyObject *object; /* the Python object that contains the handle */
     struct config config;
     const struct flat_layout *layout;
     PyObject *layout_owner; /* owner of the layout's arrays */

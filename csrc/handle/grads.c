@@ -88,6 +88,7 @@ static PyObject *on_watched_freed(PyObject *capsule, PyObject *reference) {
     if (!PyCapsule_IsValid(capsule, NULL))
         Py_RETURN_NONE; /* the unit was freed first */
     struct grads *grads = PyCapsule_GetPointer(capsule, NULL);
+    OWNED *object = Py_NewRef(grads->param->object); /* a dropped model may be collected in any call */
     Py_CLEAR(grads->watched);
     int result = watch_exposed(grads, grads->watched_param);
     if (!result && !grads->watched)

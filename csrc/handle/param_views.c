@@ -76,6 +76,7 @@ void param_views_fini(struct param_views *param_views) {
         Py_CLEAR(param_views->all[i].name);
     }
     PyMem_Free(param_views->all);
+    param_views->all = NULL;
     Py_CLEAR(param_views->wrapped_views);
     Py_CLEAR(param_views->wrap_views);
     Py_CLEAR(param_views->empty_param);

@@ -29,7 +29,7 @@ static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"config",          "layout",     "flat_param",  "params",
                             "shapes",          "strides",    "param_views", "flat_param_owner",
                             "flat_param_name", "wrap_views", "name",        NULL};
-    struct handle_spec spec = {0};
+    struct handle_spec spec = {.object = self};
     PyObject *config, *layout;
     if (handle_from_object(self)->param.tensor)
         return RAISED(PyExc_RuntimeError, "a Handle is initialised once");

@@ -273,6 +273,7 @@ static int post_backward_with_gradients(struct unit *unit) {
  * the backward used, which stream_follow() waits for. */
 int unit_post_backward(void *target) {
     struct unit *unit = target;
+    OWNED *object = Py_NewRef(unit->object); /* the anchor's hook does not own the unit */
     if (!unit->runtime)
         return 0;
     if (stream_follow(&unit->runtime->schedule.streams) < 0)

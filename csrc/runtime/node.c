@@ -217,6 +217,7 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
     if (!token)
         return NULL;
     struct unit *unit = hook_target(token);
+    OWNED *object = unit ? Py_NewRef(unit->object) : NULL; /* a dropped model may be collected in any call */
     Py_DECREF(token);
     if (!unit) {
         PyErr_SetString(PyExc_RuntimeError,
