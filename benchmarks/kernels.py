@@ -128,28 +128,6 @@ def packs(numel: int) -> Iterator[Case]:
         yield Case(name, numel * (source.itemsize + target.itemsize), by_torch, by_us)
 
 
-def slices(numel: int) -> Iterator[Case]:
-    """Yield the cases of copying a rank's shard of a flat parameter, with cast, and of splitting a flat
-    parameter into tensors.
-    """
-    flat = torch.randn(4 * numel)
-    yield Case(
-        "shard fp32 -> bf16",
-        6 * numel,
-        lambda: flat.chunk(4)[1].to(torch.bfloat16),
-        lambda: OPS.shard(flat, 1, 4, torch.bfloat16),
-    )
-    whole = torch.randn(numel)
-    numels = [part.numel() for part in whole.chunk(TENSORS)]
-    offsets = list(itertools.accumulate(numels, initial=0))[:-1]
-    yield Case(
-        "unflatten fp32",
-        8 * numel,
-        lambda: [part.clone() for part in whole.split(numels)],
-        lambda: OPS.unflatten(whole, offsets, numels),
-    )
-
-
 def accumulations(numel: int) -> Iterator[Case]:
     """Yield the cases of adding a reduced shard to the accumulated one, with post-division and upcast."""
     for source, divisor in (
@@ -171,7 +149,7 @@ def accumulations(numel: int) -> Iterator[Case]:
         yield Case(name, numel * (8 + source.itemsize), by_torch, by_us)
 
 
-GROUPS = (packs, slices, accumulations)
+GROUPS = (packs, accumulations)
 
 
 def short(dtype: torch.dtype) -> str:

@@ -57,7 +57,7 @@ void handle_table_remove(int64_t id);
 struct handle *handle_table_find(int64_t id);
 /* Raise RuntimeError and return -1 if `tensor` is a freed view of some live handle. Return 0 otherwise. */
 int handle_table_refuse_freed_view(const PyObject *tensor);
-int handle_ops_init(void); /* handle_ops.c: register the ops once per process. 0, or -1 with ImportError */
+int handle_ops_init(void); /* handle_ops.c: register the op once per process. 0, or -1 with ImportError */
 
 /* ---- lazy init. Return 0, or -1 with an exception ---- */
 

@@ -10,9 +10,6 @@
 
 /* clang-format off */
 #define EACH_OP(X)                                                                                             \
-    X(flatten, op_flatten, "(Tensor[] tensors, int aligned_numel, int padded_numel, ScalarType dtype) -> Tensor") \
-    X(unflatten, op_unflatten, "(Tensor flat, int[] offsets, int[] numels) -> Tensor[]")                          \
-    X(shard, op_shard, "(Tensor flat, int rank, int world_size, ScalarType dtype) -> Tensor")                     \
     X(pack_gradients, op_pack_gradients, "(Tensor(a!) out, Tensor[] grads, int[] offsets, float divisor) -> ()")  \
     X(cast_divide, op_cast_divide, "(Tensor input, float divisor, ScalarType dtype) -> Tensor")                   \
     X(accumulate_shard, op_accumulate_shard, "(Tensor(a!) accumulator, Tensor shard, float divisor) -> ()")       \

@@ -74,9 +74,6 @@ void op_call_pack(struct op_call *call, const struct op_operand *output, const s
 /* ---- the bodies of the schemas in ops.c ---- */
 
 /* op_flat.c */
-void op_flatten(StableIValue *stack, struct op_call *call);
-void op_unflatten(StableIValue *stack, struct op_call *call);
-void op_shard(StableIValue *stack, struct op_call *call);
 void op_pack_gradients(StableIValue *stack, struct op_call *call);
 void op_cast_divide(StableIValue *stack, struct op_call *call);
 void op_accumulate_shard(StableIValue *stack, struct op_call *call);

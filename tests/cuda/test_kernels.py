@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 
@@ -87,9 +88,11 @@ def test_pack_gradients_writes_every_gradient_and_zeros_between(
     assert same(out, expected)
 
 
-def test_flatten_of_hundreds_of_tensors_is_torchs_cat() -> None:
+def test_packing_of_hundreds_of_tensors_is_torchs_cat() -> None:
     tensors = [numbers(numel % 97, torch.bfloat16, numel) for numel in range(500)]
-    flat = ops.flatten(tensors, 0, sum(tensor.numel() for tensor in tensors), torch.float32)
+    *offsets, total = itertools.accumulate((tensor.numel() for tensor in tensors), initial=0)
+    flat = torch.empty(total, device="cuda")
+    ops.pack_gradients(flat, tensors, offsets, 1.0)
     assert same(flat, torch.cat([tensor.float() for tensor in tensors]))
 
 
@@ -112,14 +115,6 @@ def test_norm_of_norms_is_that_of_vector_norm(dtype: torch.dtype) -> None:
         expected = torch.linalg.vector_norm(norms, p, dtype=arithmetic)
         norm = _local_norm(tensors, p, arithmetic, tensors[0].device)
         assert same(norm.reshape(1), expected.reshape(1))
-
-
-def test_unflatten_and_shard_are_copies_of_what_torch_slices() -> None:
-    flat = numbers(1003, torch.bfloat16)
-    parts = ops.unflatten(flat, [0, 13, 500], [13, 400, 503])
-    assert all(map(same, parts, [flat[0:13], flat[13:413], flat[500:1003]]))
-    expected = torch.cat([flat[753:], torch.zeros(1, dtype=flat.dtype, device="cuda")])
-    assert same(ops.shard(flat, 3, 4, torch.bfloat16), expected)
 
 
 def test_a_launch_goes_to_the_current_stream() -> None:

@@ -63,14 +63,6 @@ def test_packing_zeroes_what_no_gradient_covers(both: Any, source: torch.dtype, 
         return out
 
     assert_same_bits(*both(packed))
-    assert_same_bits(*both(lambda: OPS.flatten(tensors, 8, 2 * first + 32, torch.bfloat16)))
-
-
-def test_shards_and_parts(both: Any) -> None:
-    flat = values(1031, torch.float32)
-    assert_same_bits(*both(lambda: OPS.shard(flat, 3, 4, torch.bfloat16)))
-    for ours, theirs in zip(*both(lambda: OPS.unflatten(flat, [0, 7, 1031], [7, 0, 0])), strict=True):
-        assert_same_bits(ours, theirs)
 
 
 def test_it_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,5 +82,5 @@ def test_what_an_operator_raises_is_the_ops_error(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setenv("FSDP_C_KERNELS", "torch")
     monkeypatch.setattr(operator_kernels, "pack", refuse)
-    with pytest.raises(RuntimeError, match="fsdp_c::flatten: the device refused: no such thing"):
-        OPS.flatten([torch.ones(3)], 1, 3, torch.float32)
+    with pytest.raises(RuntimeError, match="fsdp_c::pack_gradients: the device refused: no such thing"):
+        OPS.pack_gradients(torch.ones(3), [torch.ones(3)], [0], 1.0)

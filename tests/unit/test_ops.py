@@ -16,9 +16,6 @@ import fsdp_c  # noqa: F401  (registers the ops)
 OPS = torch.ops.fsdp_c
 
 EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "flatten": lambda: ([torch.randn(3), torch.randn(4, 2).t()], 4, 16, torch.bfloat16),
-    "unflatten": lambda: (torch.randn(10), [0, 4], [3, 5]),
-    "shard": lambda: (torch.randn(10), 2, 4, torch.bfloat16),
     "pack_gradients": lambda: (torch.empty(16), [torch.randn(3), torch.randn(2, 2).bfloat16()], [0, 8], 3.0),
     "cast_divide": lambda: (torch.randn(3, 4), 2.0, torch.float16),
     "accumulate_shard": lambda: (torch.randn(8), torch.randn(8).bfloat16(), 2.0),
@@ -73,46 +70,8 @@ def test_op_compiles_in_one_graph(name: str, dynamic: bool) -> None:
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
-def test_flatten_aligns_each_tensor_and_zeroes_gaps() -> None:
-    flat = OPS.flatten([torch.ones(3), torch.full((2, 2), 2.0)], 4, 10, torch.float64)
-    assert flat.dtype == torch.float64
-    assert flat.tolist() == [1, 1, 1, 0, 2, 2, 2, 2, 0, 0]
-
-
-def test_unflatten_copies_segments() -> None:
-    flat = torch.arange(6.0)
-    first, second = OPS.unflatten(flat, [4, 0], [2, 3])
-    assert (first.tolist(), second.tolist()) == ([4, 5], [0, 1, 2])
-    first.zero_()
-    assert flat.tolist() == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("numel", [0, 1, 5, 8, 9])
-@pytest.mark.parametrize("world_size", [1, 2, 4, 7])
-def test_shards_are_padded_chunks(numel: int, world_size: int) -> None:
-    flat = torch.arange(numel, dtype=torch.float32) + 1
-    shards = [OPS.shard(flat, rank, world_size, torch.float16) for rank in range(world_size)]
-    shard_numel = -(-numel // world_size)
-    assert [shard.numel() for shard in shards] == [shard_numel] * world_size
-    assert {shard.dtype for shard in shards} == {torch.float16}
-    assert torch.cat(shards).tolist() == flat.tolist() + [0.0] * (shard_numel * world_size - numel)
-
-
 F = torch.ones(4)
 REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
-    "too little padding": (
-        "flatten",
-        ([F], 1, 3, torch.float32),
-        "padded_numel is 3, but the tensors end at 4",
-    ),
-    "negative alignment": (
-        "flatten",
-        ([F], -1, 4, torch.float32),
-        "aligned_numel must not be negative, not -1",
-    ),
-    "integer target": ("flatten", ([F], 1, 4, torch.int32), "dtype must be float32"),
-    "integer source": ("flatten", ([F.int()], 1, 4, torch.float32), "each of tensors must be float32"),
-    "one numel missing": ("unflatten", (F, [0, 1], [1]), "2 offsets, but 1 numels"),
     "range outside": (
         "join_ranges",
         ([F], [0, 8, 12], [1], [F], [1], [3]),
@@ -141,15 +100,14 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
         "ranges or sizes are left over",
     ),
     "negative size": ("join_ranges", ([F], [0, 0, 4], [1], [F], [1], [-1]), "sizes out of range"),
-    "segment outside": ("unflatten", (F, [3], [2]), r"elements \[3, 5\) lie outside of flat, which has 4"),
     "two dimensions": (
-        "shard",
-        (torch.ones(2, 2), 0, 2, torch.float32),
-        "flat must have one dimension, not 2",
+        "pack_gradients",
+        (torch.ones(2, 2), [], [], 1.0),
+        "out must have one dimension, not 2",
     ),
-    "strided flat": ("shard", (torch.ones(8)[::2], 0, 2, torch.float32), "flat must be contiguous"),
-    "rank outside": ("shard", (F, 2, 2, torch.float32), "rank 2 is outside of a world of 2"),
-    "no world": ("shard", (F, 0, 0, torch.float32), "world_size must be positive, not 0"),
+    "strided output": ("pack_gradients", (torch.ones(8)[::2], [], [], 1.0), "out must be contiguous"),
+    "integer target": ("cast_divide", (F, 1.0, torch.int32), "dtype must be float32"),
+    "integer source": ("cast_divide", (F.int(), 1.0, torch.float32), "input must be float32"),
     "overlapping grads": (
         "pack_gradients",
         (torch.ones(8), [F, F], [0, 3], 1.0),
@@ -172,8 +130,8 @@ def test_refused_argument_is_named(case: str) -> None:
 def test_freed_storage_is_refused() -> None:
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="fsdp_c::shard: the storage of flat is freed"):
-        OPS.shard(tensor, 0, 2, torch.float32)
+    with pytest.raises(RuntimeError, match="fsdp_c::cast_divide: the storage of input is freed"):
+        OPS.cast_divide(tensor, 1.0, torch.float32)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
