@@ -142,10 +142,6 @@ int handle_lazy_init(struct handle *handle) {
     return 0;
 }
 
-int handle_publish(struct handle *handle) {
-    return storage_publish_attributes(&handle->storage);
-}
-
 /* A user may assign `flat_param.data = other`: the new tensor becomes the shard. */
 int handle_follow_flat_param(struct handle *handle) {
     PyObject *inference_guard;
@@ -243,11 +239,6 @@ int handle_expose_views(struct handle *handle) {
 int handle_expose_sharded(struct handle *handle) {
     return param_views_expose_sharded(&handle->param_views, handle->storage.local_shard,
                                       handle->storage.copy->views);
-}
-
-int handle_mark_assigned(struct handle *handle) {
-    param_views_mark_assigned(&handle->param_views);
-    return 0;
 }
 
 bool handle_exposes_sharded(const struct handle *handle) {

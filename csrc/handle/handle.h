@@ -67,7 +67,6 @@ int handle_lazy_init(struct handle *handle);
 int handle_follow_flat_param(struct handle *handle);
 /* Raise RuntimeError if another tensor is registered in place of the flat parameter. */
 int handle_check_flat_param(const struct handle *handle);
-int handle_publish(struct handle *handle); /* publish attributes on the flat parameter from now on */
 /* Bracket a move of the flat parameter and its .grad by outside code, to another dtype or device. Between
  * steps, begin_move reshards and writes back user edits; end_move makes handle, views and gradients follow.
  * During a step begin_move does nothing. */
@@ -123,7 +122,6 @@ int handle_expose_sharded(struct handle *handle);
 int handle_detach_views(struct handle *handle); /* replace the views by views without autograd history */
 /* Expose sharded parameters again: no backward will need the views. */
 int handle_unexpose_views(struct handle *handle);
-int handle_mark_assigned(struct handle *handle);
 /* Return true if a layer called now would compute with sharded parameters. */
 bool handle_exposes_sharded(const struct handle *handle);
 /* Return true if modules keep views exposed between forward and backward, as FSDP1 does for SHARD_GRAD_OP

@@ -77,9 +77,17 @@ METHOD(end_move, initialized_handle, handle_end_move)
 METHOD(begin_move, initialized_handle, handle_begin_move)
 METHOD(collect_user_grads, initialized_handle, handle_collect_user_grads)
 METHOD(unexpose_views, initialized_handle, handle_unexpose_views)
-METHOD(mark_assigned, initialized_handle, handle_mark_assigned)
 METHOD(writeback, lazily_initialized_handle, handle_writeback)
-METHOD(publish, lazily_initialized_handle, handle_publish)
+
+static PyObject *publish(PyObject *self, PyObject *unused) {
+    struct handle *handle = lazily_initialized_handle(self);
+    return none_or_error(handle ? storage_publish_attributes(&handle->storage) : -1);
+}
+
+static PyObject *mark_assigned(PyObject *self, PyObject *unused) {
+    param_views_mark_assigned(&handle_from_object(self)->param_views);
+    Py_RETURN_NONE;
+}
 
 static PyObject *summon_enter(PyObject *self, PyObject *writeback) {
     struct handle *handle = lazily_initialized_handle(self);

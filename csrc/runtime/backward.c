@@ -58,26 +58,21 @@ static int expects_more_gradients(struct unit *unit) {
  *   backward(inputs=...)   gradients of the flat parameters among the inputs are reduced at the end.
  *   autograd.grad(...)     receives this rank's gradient itself. A sharded strategy raises an error. */
 
-/* Return 1 if this backward runs the anchor, 0 if not, -1 with an exception. The result holds for all of the
- * graph task, so autograd is queried once per backward. */
-static int reaches_anchor(struct unit *unit) {
+/* The result holds for all of the graph task, so autograd is queried once per backward. */
+int unit_reaches_anchor(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
     if (!runtime->has_edges || (runtime->callback_queued && runtime->reach == REACH_ALL))
         return 1;
     int reaches = torch_will_execute(unit->node.accumulation_node);
     if (reaches > 0 && runtime->callback_queued)
-        runtime_set_reach(runtime, REACH_ALL);
+        runtime->reach = REACH_ALL;
     return reaches;
-}
-
-int unit_reaches_anchor(struct unit *unit) {
-    return unit->handle->param.use_orig_params ? 1 : reaches_anchor(unit);
 }
 
 int unit_receive_inputs_only(struct unit *part) {
     if (runtime_queue_final_callback(part->runtime) < 0)
         return -1;
-    runtime_set_reach(part->runtime, REACH_INPUTS_ONLY);
+    part->runtime->reach = REACH_INPUTS_ONLY;
     part->inputs_only = true;
     return 0;
 }
@@ -88,7 +83,7 @@ int unit_receive_inputs_only(struct unit *part) {
 static int check_inputs_only(struct unit *unit) {
     if (!unit->node.accumulation_node || !unit->handle->param.use_orig_params)
         return 0;
-    int reaches = reaches_anchor(unit);
+    int reaches = unit_reaches_anchor(unit);
     if (reaches)
         return reaches < 0 ? -1 : 0;
     return PyErr_WarnFormat(
@@ -110,31 +105,11 @@ int unit_unshard_for_backward(struct unit *unit) {
         return -1;
     if (unit_precision_for_backward(unit) < 0 || unit_unshard_and_wait(unit) < 0)
         return -1;
-    unit_expect_backward(unit, false);
+    unit->needs_pre_backward_unshard = false;
     unit_set_prefetched(unit, false);
     if (optional_begin_backward(unit) < 0)
         return -1;
     return unit_prefetch_next(unit, USE_BACKWARD_PRE);
-}
-
-static int pre_backward(struct unit *unit) {
-    /* the outermost unit of this backward queues the final callback; FSDP1 lets only the root do so */
-    if (runtime_queue_final_callback(unit->runtime) < 0 || unit_set_phase(unit, PHASE_IN_STEP) < 0 ||
-        begin_nesting(unit) < 0 || check_inputs_only(unit) < 0 || unit_unshard_for_backward(unit) < 0)
-        return -1;
-    FOR_EACH_FLAT_PARAM(part, unit->handle ? unit : NULL) {
-        struct handle *handle = part->handle;
-        /* a checkpointed part that runs again in this backward must find the views of the forward */
-        if (handle->param.use_orig_params && handle_expose_views(handle) < 0)
-            return -1;
-        if (grads_begin_backward(&handle->grads) < 0)
-            return -1;
-        if (handle->grads.stashed)
-            runtime_schedule_recovery(unit->runtime);
-    }
-    unit->ran_pre_backward = true;
-    no_gradient_mark_reached(unit);
-    return 0;
 }
 
 int unit_refuse_backward(const struct unit *unit) {
@@ -155,7 +130,23 @@ int unit_pre_backward(void *target) {
     if (unit->ran_pre_backward && !done)
         return stream_follow(&unit->runtime->schedule.streams);
     TRACE(TRACED_PRE_BACKWARD, unit->name_index);
-    return pre_backward(unit);
+    /* the outermost unit of this backward queues the final callback; FSDP1 lets only the root do so */
+    if (runtime_queue_final_callback(unit->runtime) < 0 || unit_set_phase(unit, PHASE_IN_STEP) < 0 ||
+        begin_nesting(unit) < 0 || check_inputs_only(unit) < 0 || unit_unshard_for_backward(unit) < 0)
+        return -1;
+    FOR_EACH_FLAT_PARAM(part, unit->handle ? unit : NULL) {
+        struct handle *handle = part->handle;
+        /* a checkpointed part that runs again in this backward must find the views of the forward */
+        if (handle->param.use_orig_params && handle_expose_views(handle) < 0)
+            return -1;
+        if (grads_begin_backward(&handle->grads) < 0)
+            return -1;
+        if (handle->grads.stashed)
+            runtime_schedule_recovery(unit->runtime);
+    }
+    unit->ran_pre_backward = true;
+    no_gradient_mark_reached(unit);
+    return 0;
 }
 
 /* ---- post-backward ---- */
@@ -204,18 +195,6 @@ static bool is_exposed_at_once(const struct unit *unit) {
            !unit->handle->storage.offload && (alone || unit->runtime->ddp);
 }
 
-/* Expose the gradient before the hooks on the flat parameter's accumulation node, which runs next:
- * DistributedDataParallel all-reduces it there. */
-static int expose_at_once(struct unit *unit) {
-    struct runtime *runtime = unit->runtime;
-    if (runtime_finish_reduction(runtime) < 0 || schedule_wait_reduced(&runtime->schedule) < 0)
-        return -1;
-    FOR_EACH_FLAT_PARAM(part, unit)
-        if (is_exposed_at_once(part) && grads_expose(&part->handle->grads) < 0)
-            return -1;
-    return 0;
-}
-
 static int post_backward(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
     if (runtime_queue_final_callback(runtime) < 0 || unit_set_training_state(unit, USE_BACKWARD_POST) < 0)
@@ -243,7 +222,16 @@ static int post_backward(struct unit *unit) {
             accumulate_unsharded(part) < 0)
             return -1;
     }
-    return !unit->optional.enclosing && is_exposed_at_once(unit) ? expose_at_once(unit) : 0;
+    if (unit->optional.enclosing || !is_exposed_at_once(unit))
+        return 0;
+    /* before the hooks on the flat parameter's accumulation node, which runs next: DistributedDataParallel
+     * all-reduces the gradient there */
+    if (runtime_finish_reduction(runtime) < 0 || schedule_wait_reduced(&runtime->schedule) < 0)
+        return -1;
+    FOR_EACH_FLAT_PARAM(part, unit)
+        if (is_exposed_at_once(part) && grads_expose(&part->handle->grads) < 0)
+            return -1;
+    return 0;
 }
 
 /* Process all gradients that the unit has received. */
@@ -334,10 +322,6 @@ int runtime_queue_final_callback(struct runtime *runtime) {
     return 0;
 }
 
-void runtime_set_reach(struct runtime *runtime, enum backward_reach reach) {
-    runtime->reach = reach;
-}
-
 static int finalise_units(struct runtime *runtime) {
     bool offloads = false;
     /* a backward to named leaves ran no anchor: see [Note: flat parameters in the graph] */
@@ -378,7 +362,9 @@ static int finalise_units(struct runtime *runtime) {
     return 0;
 }
 
-static int end_backward(struct runtime *runtime) {
+int runtime_final_callback(void *target) {
+    struct runtime *runtime = target;
+    bool ends_step = runtime->callback_queued && !runtime->num_in_forward;
     bool enabled = torch_grad_enabled();
     torch_set_grad_enabled(false);
     int result = finalise_units(runtime) < 0 ? -1 : schedule_end_backward(&runtime->schedule);
@@ -394,14 +380,6 @@ static int end_backward(struct runtime *runtime) {
     runtime->callback_queued = false;
     if (!runtime->num_in_forward)
         CHECKED(runtime_check(runtime));
-    return 0;
-}
-
-int runtime_final_callback(void *target) {
-    struct runtime *runtime = target;
-    bool ends_step = runtime->callback_queued && !runtime->num_in_forward;
-    if (end_backward(runtime) < 0)
-        return -1;
     no_gradient_mark_backward_end(runtime);
     if (!ends_step || !runtime->checks_next_backward)
         return 0;

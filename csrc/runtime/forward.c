@@ -192,7 +192,7 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output) {
     Py_XDECREF(hook);
     if (!result && !hooked)
         return 0;
-    unit_expect_backward(unit, hooked > 0);
+    unit->needs_pre_backward_unshard = hooked && unit->handle;
     if (unit->needs_pre_backward_unshard)
         unit_record_precision(unit);
     return result;
@@ -236,11 +236,6 @@ int unit_register_post_backward_hook(struct unit *unit) {
     return trainable ? node_attach_views(unit) : node_detach_views(unit);
 }
 
-static int validate_order(const struct order *order, const struct order_place *place) {
-    return ref_done(
-        PyObject_CallFunction(order->validate, "LL", (long long)place->unit, (long long)order->iteration));
-}
-
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
     TRACE(TRACED_PRE_FORWARD, unit->name_index);
     struct order *order = &unit->runtime->order;
@@ -249,7 +244,9 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
     if (order->validate && unit->handle && !unit->optional.enclosing) {
         /* no end-of-backward callback ends an iteration in eval mode */
         int training = unit_is_training(unit);
-        if (training < 0 || (training && validate_order(order, &unit->place) < 0))
+        if (training < 0 ||
+            (training && ref_done(PyObject_CallFunction(order->validate, "LL", (long long)unit->place.unit,
+                                                        (long long)order->iteration)) < 0))
             return -1;
     }
     if (unit_unshard_for_forward(unit) < 0 || convert_inputs(unit, args, kwargs) < 0 ||
@@ -270,10 +267,6 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
 }
 
 /* ---- post-forward ---- */
-
-void unit_expect_backward(struct unit *unit, bool expected) {
-    unit->needs_pre_backward_unshard = expected && unit->handle;
-}
 
 /* *output is replaced only by a replacement of _register_pre_backward_hooks. */
 static int post_forward(struct unit *unit, PyObject **output) {

@@ -195,7 +195,7 @@ static int receive_gradients(struct unit *unit, struct node_call *call) {
     /* follow the stream of the gradients; the anchor's hook runs later */
     if (stream_follow(&unit->runtime->schedule.streams) < 0)
         return -1;
-    int reaches_all_leaves = unit_reaches_anchor(unit);
+    int reaches_all_leaves = unit->handle->param.use_orig_params ? 1 : unit_reaches_anchor(unit);
     Py_ssize_t count = 2; /* results for the anchor and the token */
     FOR_EACH_FLAT_PARAM(part, unit->runtime->has_edges ? unit : NULL)
         count++;
@@ -281,10 +281,6 @@ void node_drop_anchor(struct unit *unit) {
     Py_CLEAR(unit->node.anchor_hook);
     Py_CLEAR(unit->node.accumulation_node);
     Py_CLEAR(unit->node.anchor);
-}
-
-void node_fini(struct unit *unit) {
-    node_drop_anchor(unit);
     Py_CLEAR(unit->node.hooks_seen);
 }
 

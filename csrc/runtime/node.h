@@ -29,8 +29,7 @@ struct unit_node {
     uint64_t frozen_params;
 };
 
-int node_init(void); /* create the autograd function, once per process. 0 or -1 */
-void node_fini(struct unit *unit);
+int node_init(void);                      /* create the autograd function, once per process. 0 or -1 */
 void node_drop_anchor(struct unit *unit); /* drop the node and the hook as well */
 /* Attach the views to a new node. The first call creates the anchor. Return 0 or -1. */
 int node_attach_views(struct unit *unit);

@@ -63,7 +63,5 @@ void optional_reset(struct unit *enclosing);   /* close after an exception in a 
 /* Check that an optional unit may run, or may receive a gradient. Return 0, or -1 with RuntimeError. */
 int optional_check_forward(const struct unit *unit);
 int optional_check_backward(const struct unit *unit);
-/* Expose the sharded parameters of an optional unit after it ran, and keep its storage. Return 0 or -1. */
-int optional_keep_unsharded(struct unit *unit);
 
 #endif

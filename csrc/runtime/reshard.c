@@ -4,6 +4,13 @@
 #include "runtime/runtime.h"
 #include "torch/py_torch.h"
 
+static int reshard_flat_params(struct unit *unit, bool free_storage) {
+    FOR_EACH_FLAT_PARAM(part, unit)
+        if (unit_reshard(part, free_storage) < 0 || handle_expose_sharded(part->handle) < 0)
+            return -1;
+    return 0;
+}
+
 /* ---- after a forward ---- */
 
 /* Reshard unless the backward needs the parameters. Parameters are freed without a backward too, as they
@@ -27,7 +34,7 @@ int unit_reshard_after_forward(struct unit *unit) {
         FOR_EACH_FLAT_PARAM(part, unit)
             if (handle_writeback_forward(part->handle) < 0)
                 return -1;
-        if (optional_keep_unsharded(unit) < 0 || unit_set_training_state(unit, USE_IDLE) < 0)
+        if (reshard_flat_params(unit, false) < 0 || unit_set_training_state(unit, USE_IDLE) < 0)
             return -1;
     } else if (unit->handle) {
         if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0)
@@ -99,7 +106,7 @@ static int reshard_in_backward(struct unit *part) {
 
 int unit_post_backward_reshard(struct unit *unit) {
     if (unit->optional.enclosing)
-        return optional_keep_unsharded(unit);
+        return reshard_flat_params(unit, false);
     FOR_EACH_FLAT_PARAM(part, unit)
         if (reshard_in_backward(part) < 0)
             return -1;
@@ -131,17 +138,6 @@ int runtime_reshard_units(struct runtime *runtime) {
 }
 
 /* ---- optional units: see [Note: optional units] ---- */
-
-static int reshard_flat_params(struct unit *unit, bool free_storage) {
-    FOR_EACH_FLAT_PARAM(part, unit)
-        if (unit_reshard(part, free_storage) < 0 || handle_expose_sharded(part->handle) < 0)
-            return -1;
-    return 0;
-}
-
-int optional_keep_unsharded(struct unit *unit) {
-    return reshard_flat_params(unit, false);
-}
 
 /* Reshard all optional units alike, run or not: a rank that ran one may need it in a backward. */
 int optional_end_forward(struct unit *enclosing) {

@@ -127,7 +127,6 @@ int runtime_reduce_no_sync_grads(struct unit *part);
 
 int runtime_queue_final_callback(struct runtime *runtime);
 int runtime_final_callback(void *runtime); /* a hook_function */
-void runtime_set_reach(struct runtime *runtime, enum backward_reach reach);
 
 /* ---- recover.c. Return 0, or -1 with an exception ---- */
 

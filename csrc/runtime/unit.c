@@ -159,7 +159,7 @@ int unit_clear(struct unit *unit) {
         segment->leader = segment->next_segment = NULL;
     }
     Py_CLEAR(unit->segments);
-    node_fini(unit);
+    node_drop_anchor(unit);
     Py_CLEAR(unit->reshard_hook);
     if (unit->module_end)
         hook_disarm(unit->module_end);

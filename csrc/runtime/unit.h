@@ -154,7 +154,6 @@ int unit_unshard_for_forward(struct unit *unit);
 int unit_register_post_backward_hook(struct unit *unit);
 /* Hook the tensors of *output. A backward can follow if there is one that requires a gradient. */
 int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output);
-void unit_expect_backward(struct unit *unit, bool expected);
 /* Return true if this flat parameter's views are exposed since its last forward. Excludes units unsharded by
  * a user call of `_unshard()`. runtime.c */
 bool unit_exposes_views(struct unit *part);

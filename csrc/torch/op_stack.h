@@ -176,9 +176,8 @@ static inline int64_t op_traced_size(AtenTensorHandle tensor, int64_t dim) {
     return op_int(slots[0]);
 }
 
-/* Fill `operand` without its data, which a freed storage does not have. `operand` must not move afterwards:
- * view.sizes may point into it. */
-static inline void op_read_shape(struct op_operand *operand, AtenTensorHandle tensor) {
+/* Fill `operand`, which must not move afterwards: view.sizes may point into it. */
+static inline void op_read_operand(struct op_operand *operand, AtenTensorHandle tensor) {
     int64_t ndim = 0;
     memset(&operand->view, 0, sizeof operand->view);
     OP_CALL(torch_abi.aoti_torch_get_dim(tensor, &ndim));
@@ -205,14 +204,8 @@ static inline void op_read_shape(struct op_operand *operand, AtenTensorHandle te
         OP_CALL(torch_abi.aoti_torch_get_numel(tensor, &operand->numel));
         operand->view.sizes = sizes;
         operand->view.strides = strides;
-    }
-}
-
-/* Fill `operand`, data included. */
-static inline void op_read_operand(struct op_operand *operand, AtenTensorHandle tensor) {
-    op_read_shape(operand, tensor);
-    if (operand->device_type != torch_abi.aoti_torch_device_type_meta())
         OP_CALL(torch_abi.aoti_torch_get_data_ptr(tensor, &operand->view.data));
+    }
 }
 
 /* Write the strides of a contiguous tensor of `sizes`. */

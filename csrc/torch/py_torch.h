@@ -36,7 +36,6 @@
     X(detach)                                                                                                \
     X(_version)                                                                                              \
     X(_active_ddp_module)                                                                                    \
-    X(_module_parameters)                                                                                    \
     X(_is_profiler_enabled)                                                                                  \
     X(training)
 

@@ -31,7 +31,6 @@ typedef void (*boxed_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t 
     X(int32_t, aoti_torch_dtype_float64, (void))                                                                           \
     X(int32_t, aoti_torch_dtype_bfloat16, (void))                                                                          \
     X(int32_t, aoti_torch_dtype_float16, (void))                                                                           \
-    X(int32_t, aoti_torch_dtype_int64, (void))                                                                             \
     X(size_t, aoti_torch_dtype_element_size, (int32_t dtype))                                                              \
     X(bool, aoti_torch_grad_mode_is_enabled, (void))                                                                       \
     X(void, aoti_torch_grad_mode_set_enabled, (bool enabled))                                                              \
