@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +15,6 @@ import pytest
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError
 from tests.checkpoints import loaded_version, model_of, save_version
-
-SECONDS = 6.0
 
 
 def save(path: Path, job: int) -> None:
@@ -42,35 +38,6 @@ def forked(work: Callable[[], None]) -> Iterator[int]:
     except BaseException:
         os.kill(child, signal.SIGKILL)
         raise
-
-
-def save_again_and_again(path: Path, job: int, until: float) -> None:
-    rng, saved, refused = random.Random(job), 0, 0
-    while time.monotonic() < until:
-        try:
-            save(path, job)
-            saved += 1
-        except CheckpointError as error:
-            assert "is saving there" in str(error), error
-            refused += 1
-        time.sleep(rng.random() * 0.01)
-    assert saved and refused
-
-
-def test_two_jobs_and_a_reader_of_one_folder(tmp_path: Path) -> None:
-    path = tmp_path / "ckpt"
-    save(path, 0)
-    until = time.monotonic() + SECONDS
-    found = []
-    with (
-        forked(lambda: save_again_and_again(path, 1, until)),
-        forked(lambda: save_again_and_again(path, 2, until)),
-    ):
-        while time.monotonic() < until:
-            found.append(loaded_version(path))
-    assert {1, 2} <= {*found} and loaded_version(path) in (1, 2)
-    assert os.listdir(tmp_path) == ["ckpt"]
-    assert sorted(name.split("-")[0] for name in os.listdir(path)) == [".metadata", "fsdp_c"]
 
 
 @pytest.mark.parametrize("exists", [False, True])
