@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -265,63 +264,6 @@ def test_predictions_are_generated_as_by_the_unsharded_model(rank, world_size, t
 
 
 @both_views
-@on_ranks(2, TIMEOUT_S, LIBRARY)
-def test_clip_trains_as_the_unsharded_model(rank, world_size, use_orig_params):
-    """CLIP's logit_scale is 0-dimensional, which torch's FSDP1 refuses."""
-    from transformers import CLIPConfig, CLIPModel
-    from transformers.models.clip.modeling_clip import CLIPEncoderLayer
-
-    launched(rank, world_size)
-    FSDP = torch.distributed.fsdp.FullyShardedDataParallel
-    sizes = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = sizes | {
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": LENGTH,
-        "eos_token_id": VOCABULARY - 1,
-    }
-    vision = sizes | {"image_size": 8, "patch_size": 4}
-
-    def clip():
-        torch.manual_seed(0)
-        return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
-
-    def loss_of(model, step, ranks, on="cpu"):
-        losses = []
-        for one in ranks:
-            generator = torch.Generator().manual_seed(10 * step + one)
-            tokens = torch.randint(1, VOCABULARY - 1, (BATCH, LENGTH), generator=generator)
-            tokens[:, -1] = VOCABULARY - 1
-            pixels = torch.randn(BATCH, 3, 8, 8, generator=generator)
-            losses.append(model(tokens.to(on), pixels.to(on), return_loss=True).loss)
-        return torch.stack(losses).mean()
-
-    plain = clip()
-    options = {"lr": 1e-2, "eps": ADAM_EPSILON}
-    losses = train_reference(
-        plain,
-        lambda model, step: loss_of(model, step, range(world_size)),
-        range(STEPS),
-        optimizer=torch.optim.AdamW(plain.parameters(), **options),
-        max_norm=0.5,
-    )
-    policy = torch.distributed.fsdp.wrap.ModuleWrapPolicy({CLIPEncoderLayer})
-    model = FSDP(clip(), auto_wrap_policy=policy, device_id=device(), use_orig_params=use_orig_params)
-    assert_ours(model)
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
-    for step in range(STEPS):
-        loss = loss_of(model, step, [rank], device())
-        loss.backward()
-        model.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.distributed.all_reduce(mean := loss.detach() / world_size)
-        assert mean.item() == pytest.approx(losses[step], rel=1e-4)
-    assert_same_parameters(full_parameters(model), plain.state_dict())
-    state = FSDP.optim_state_dict(model, optimizer)["state"]["logit_scale"]
-    assert {name: value.shape for name, value in state.items()} == dict.fromkeys(state, ())
-
-
-@both_views
 @pytest.mark.parametrize("max_shard_size", ["1GB", "5KB"], ids=["one file", "several files"])
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_files_of_a_pretrained_model_load_into_shards(rank, max_shard_size, use_orig_params, tmp_path):
@@ -358,31 +300,6 @@ def test_files_of_a_pretrained_model_load_into_shards(rank, max_shard_size, use_
         assert_same_parameters(values, plain.state_dict())
     state = fsdp_c.checkpoint.model_state(model)
     assert sum(numels) == sum(state[name].local.numel() for name in state if name != "lm_head.weight")
-
-
-@on_ranks(2, TIMEOUT_S, LIBRARY)
-def test_files_with_other_names_than_the_models_are_refused_before_anything_is_read(rank, tmp_path):
-    """The files lack a tied name, or have names that transformers converts during a load."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    import fsdp_c
-
-    sizes = {"hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 1, "num_local_experts": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    config = MixtralConfig(vocab_size=VOCABULARY, **sizes, **heads)
-    for name, module in (("lm_head.weight", language_model()), ("experts", MixtralForCausalLM(config))):
-        folder = str(tmp_path / name)
-        if rank == 0:
-            module.save_pretrained(folder)
-        dist.barrier()
-        model = fsdp_c.FullyShardedDataParallel(module, use_orig_params=True, device_id=device())
-        before = [param.detach().clone() for param in model.parameters()]
-        with pytest.raises(
-            dcp.api.CheckpointException, match=rf"Missing key in checkpoint state_dict: \S*{name}"
-        ):
-            reader = dcp.HuggingFaceStorageReader(folder)
-            dcp.load(fsdp_c.checkpoint.model_state(model), storage_reader=reader)
-        assert all(map(torch.equal, before, model.parameters()))
 
 
 @on_ranks(2, TIMEOUT_S, LIBRARY)
