@@ -17,6 +17,7 @@ from tests.parity.engine import implementation, same_bits
 from tests.ranks import device
 
 PER_BLOCK = ModuleWrapPolicy({Block})
+FULL, SHARDED, LOCAL = (StateDictType[f"{kind}_STATE_DICT"] for kind in ("FULL", "SHARDED", "LOCAL"))
 
 
 def wrap(module: nn.Module, which: str = "fsdp_c", strategy: str = "FULL_SHARD", **arguments: Any) -> Any:

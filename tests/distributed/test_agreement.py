@@ -92,10 +92,10 @@ DIFFERENT: dict[str, tuple[Callable[[], FSDP], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize("difference", DIFFERENT)
 @on_ranks(2)
-def test_every_rank_is_told_the_first_difference(rank: int, what: str) -> None:
-    build, message = DIFFERENT[what]
+def test_every_rank_names_the_first_difference(rank: int, difference: str) -> None:
+    build, message = DIFFERENT[difference]
     model = per_block() if rank == 0 else build()
     with pytest.raises(RuntimeError, match="^ranks wrap different models") as found:
         model(X)
@@ -186,7 +186,7 @@ def test_optimizer_state_under_names_that_differ_is_refused_on_all_ranks(rank: i
 
 
 @on_ranks(2)
-def test_error_of_one_rank_is_told_to_the_others(rank: int) -> None:
+def test_an_error_of_one_rank_is_raised_on_the_others(rank: int) -> None:
     model = per_block()
     if rank == 1:
         model.blocks[1].limit_all_gathers = False
@@ -201,7 +201,7 @@ def test_error_of_one_rank_is_told_to_the_others(rank: int) -> None:
 @pytest.mark.parametrize("with_it", [(0,), (1, 2)], ids=["rank 0", "ranks 1 and 2"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 @on_ranks(4)
-def test_ranks_of_which_only_some_send_their_values_are_named_by_all(
+def test_sync_module_states_on_some_ranks_only_is_refused(
     rank: int, strategy: str, with_it: tuple[int, ...]
 ) -> None:
     mesh = init_device_mesh(device().type, (2, 2)) if strategy == "HYBRID_SHARD" else None
@@ -209,23 +209,14 @@ def test_ranks_of_which_only_some_send_their_values_are_named_by_all(
     with pytest.raises(RuntimeError) as found:
         arguments = {"sharding_strategy": ShardingStrategy[strategy], "device_mesh": mesh}
         per_block(sync_module_states=rank in with_it, **arguments)(X)
-    told = [
+    lines = [
         line
         for line in str(found.value).splitlines()
         if "unit Net is wrapped with sync_module_states" in line
     ]
-    assert [line.partition(":")[0] for line in told] == [f"rank {one}" for one in with_it]
+    assert [line.partition(":")[0] for line in lines] == [f"rank {one}" for one in with_it]
     model = per_block(sync_module_states=True, **arguments)
     model(X)
-
-
-@on_ranks(2)
-def test_ranks_that_send_their_values_compare_that_once_per_tree() -> None:
-    with mock.patch.object(agreement, "_gather", wraps=agreement._gather) as gathered:
-        per_block(sync_module_states=True)
-        assert gathered.call_count == 1
-        per_block()
-        assert gathered.call_count == 1
 
 
 @on_ranks(2)
@@ -252,22 +243,25 @@ def test_units_over_part_of_the_ranks_may_differ(rank: int, world_size: int) -> 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_plans_are_compared_once_and_again_when_they_have_changed(strategy: str) -> None:
+def test_plans_are_compared_once_and_again_after_a_change(strategy: str) -> None:
+    options = {"sharding_strategy": ShardingStrategy[strategy]}
     with mock.patch.object(agreement, "_gather", wraps=agreement._gather) as gather:
-        model = per_block(sharding_strategy=ShardingStrategy[strategy])
-        assert gather.call_count == 0
+        per_block(sync_module_states=True, **options)  # compares this argument at construction
+        assert gather.call_count == 1
+        model = per_block(**options)
+        assert gather.call_count == 1
         for _ in range(2):
             model(X).sum().backward()
         model._reset_lazy_init()
         model(X)
-        assert gather.call_count == 1
+        assert gather.call_count == 2
         model.double()
         model(X.double())
-        assert gather.call_count == 2
+        assert gather.call_count == 3
 
 
 @on_ranks(2)
-def test_looking_at_parameters_compares_nothing(rank: int) -> None:
+def test_reading_parameters_compares_nothing(rank: int) -> None:
     """Under NO_SHARD a single rank may save: it must not wait for the others."""
     model = per_block(sharding_strategy=ShardingStrategy.NO_SHARD)
     if rank == 0:
@@ -287,7 +281,7 @@ def test_one_rank_compares_nothing() -> None:
 
 
 @on_ranks(2)
-def test_group_that_sends_nothing_agrees(rank: int, world_size: int) -> None:
+def test_a_group_without_peers_agrees(rank: int, world_size: int) -> None:
     model, heard = (per_block(Net(3 + rank)) for _ in range(2))
     garbage = [
         bytes([other]) * agreement.DIGEST_NBYTES for other in range(world_size)

@@ -245,44 +245,6 @@ def test_a_unit_that_calls_itself_trains(
     assert_same_gradients(model, seeded(AroundRecursive), step, rank, world_size)
 
 
-class Nested(nn.Module):
-    """A checkpoint around an inner unit, inside an outer one."""
-
-    def __init__(self, wrap_inner: Callable[[nn.Module], nn.Module], reentrant: bool) -> None:
-        super().__init__()
-        self.before = nn.Linear(WIDTH, WIDTH)
-        self.inner = wrap_inner(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, self.before(x), use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("outer_too", [True, False])
-@all_strategies
-@on_ranks(2)
-def test_checkpoint_around_a_unit_within_a_unit(
-    rank: int, world_size: int, strategy: str, outer_too: bool, reentrant: bool
-) -> None:
-    class Outer(nn.Module):
-        def __init__(self, wrap_inner: Callable[[nn.Module], nn.Module]) -> None:
-            super().__init__()
-            self.first = nn.Linear(WIDTH, WIDTH)
-            self.nested = wrap_inner(Nested(wrap_inner, reentrant))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            return checkpoint(self.nested, x, use_reentrant=reentrant) if outer_too else self.nested(x)
-
-    model = wrap(
-        seeded(lambda: Outer(lambda module: wrap(module.double(), strategy=strategy))), strategy=strategy
-    )
-    reference = seeded(lambda: Outer(lambda module: module.double()))
-
-    assert_same_gradients(model, reference, once, rank, world_size)
-
-
 class Parts(nn.Module):
     """Layers of one unit, some of them in reentrant checkpoints; the last one is in two, one within the
     other."""
@@ -411,21 +373,6 @@ def test_unit_prefetched_in_a_forward_without_gradients_trains(rank: int, use_or
 
 
 # ----------------------------------------------------------------- inputs
-
-
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_inputs_get_the_gradients_of_the_plain_model(rank: int, use_orig_params: bool, strategy: str) -> None:
-    model, reference = sharded(strategy, use_orig_params=use_orig_params), plain()
-    found = []
-    for one in (model, reference):
-        x = batch(rank).requires_grad_()
-        by_grad = torch.autograd.grad(loss_of(one(x)), x)[0]
-        loss_of(one(x)).backward()
-        assert torch.equal(x.grad, by_grad)
-        found.append(by_grad)
-    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
 
 
 @all_strategies

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecision
 from tests.models import WIDTH, Net
 from tests.parity.engine import Point, Run, Scenario, compare
 from tests.parity.scenarios import PER_BLOCK, accumulate_step, no_sync_after_sync_step, plain_step
-from tests.ranks import all_strategies, both_views, device_type, on_ranks
+from tests.ranks import all_strategies, on_ranks
 from tests.training import sharded
 
 LOW_PRECISION = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
@@ -180,41 +180,6 @@ def wrapped(name: str = "fsdp_c", strategy: str = "FULL_SHARD", **changes: Any) 
 
 def backward(model: nn.Module) -> None:
     model(torch.linspace(-1, 1, WIDTH).repeat(2, 1)).square().sum().backward()
-
-
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_a_hook_gets_what_torch_gives_it(use_orig_params: bool, strategy: str) -> None:
-    seen: dict[str, list[Any]] = {"torch": [], "fsdp_c": []}
-
-    def record(calls: list[Any], grad: Tensor, shard: Tensor | None = None) -> None:
-        assert not torch.is_grad_enabled()
-        calls.append((grad.clone(), None if shard is None else shard.shape))
-        if shard is not None:
-            shard.zero_()
-
-    for name, calls in seen.items():
-        model = wrapped(name, strategy, use_orig_params=use_orig_params)
-        model.register_comm_hook(calls, record)
-        backward(model)
-    assert len(seen["torch"]) == len(seen["fsdp_c"]) == 2
-    for (grad, shape), (torch_grad, torch_shape) in zip(seen["fsdp_c"], seen["torch"], strict=True):
-        assert torch.equal(grad, torch_grad) and shape == torch_shape
-
-
-@on_ranks(2)
-def test_torch_cannot_run_a_low_precision_hook_on_the_cpu_and_fsdp_c_can() -> None:
-    refused: AbstractContextManager[Any] = pytest.raises(RuntimeError, match="unknown parameter type")
-    for name, expectation in (
-        ("torch", refused if device_type() == "cpu" else nullcontext()),
-        ("fsdp_c", nullcontext()),
-    ):
-        model = wrapped(name)
-        model.register_comm_hook(LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
-        with expectation:
-            backward(model)
-    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
 @on_ranks(2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import os
 from unittest import mock
 
 import pytest
@@ -27,73 +25,22 @@ def own_model(rank: int) -> nn.Module:
     return model
 
 
-def assert_values_of_rank_0(model: FSDP) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+@on_ranks(4)
+def test_sync_module_states_gives_all_ranks_the_values_of_rank_0(rank: int, strategy: str) -> None:
+    mesh = dist.device_mesh.init_device_mesh(device().type, (2, 2) if strategy == "HYBRID_SHARD" else (4,))
+    model = FSDP(
+        own_model(rank),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+        sharding_strategy=ShardingStrategy[strategy],
+        device_mesh=mesh,
+        sync_module_states=True,
+    )
     for unit in FSDP.fsdp_modules(model):
         flat_param = unit._flat_param
         held = flat_param.numel() - flat_param._shard_numel_padded
         assert flat_param.detach()[:held].eq(1).all()
     assert model.module[1].module[1].running_mean.tolist() == [1.0] * 4
-
-
-@on_ranks(2)
-def test_sync_module_states_gives_all_ranks_the_values_of_rank_0(rank: int) -> None:
-    policy = ModuleWrapPolicy({nn.Sequential})
-    assert_values_of_rank_0(FSDP(own_model(rank), auto_wrap_policy=policy, sync_module_states=True))
-
-
-@on_ranks(4)
-def test_sync_module_states_crosses_the_replicas_of_a_hybrid_strategy(rank: int) -> None:
-    mesh = dist.device_mesh.init_device_mesh(device().type, (2, 2))
-    model = FSDP(
-        own_model(rank),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        device_mesh=mesh,
-        sync_module_states=True,
-    )
-    assert_values_of_rank_0(model)
-
-
-@on_ranks(4)
-def test_hybrid_strategy_by_policy_groups_the_ranks_of_a_node(rank: int) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    try:
-        model = FSDP(
-            own_model(rank),
-            auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        )
-    finally:
-        del os.environ["LOCAL_WORLD_SIZE"]
-    assert dist.get_process_group_ranks(model.process_group) == ([0, 1] if rank < 2 else [2, 3])
-    assert dist.get_process_group_ranks(model._inter_node_pg) == ([0, 2] if rank % 2 == 0 else [1, 3])
-
-
-def step(model: nn.Module, dtype: torch.dtype) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.linspace(-1, 1, 12, dtype=dtype).view(4, 3)).square().sum().backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@on_ranks(2)
-def test_model_cast_between_steps_trains_on_in_its_new_dtype(
-    use_orig_params: bool,
-) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.Tanh()))
-    policy = ModuleWrapPolicy({nn.Sequential})
-    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, use_orig_params=use_orig_params)
-    for dtype in (torch.float32, torch.float64):
-        for trained in (plain, model):
-            trained.to(dtype)
-            step(trained, dtype)
-    with FSDP.summon_full_params(model):
-        assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
-        for (name, expected), (_, actual) in zip(
-            plain.named_parameters(), model.named_parameters(), strict=True
-        ):
-            assert torch.equal(actual, expected), name
 
 
 @on_ranks(2)

@@ -22,7 +22,7 @@ from tests.distributed.test_checkpoint import (
     full_optim,
 )
 from tests.distributed.test_checkpoint_files import state_of
-from tests.distributed.test_sharded_state_dict import wrap
+from tests.distributed.test_state_dict import wrap
 from tests.models import WIDTH, Net
 from tests.ranks import both_views, device, on_ranks
 

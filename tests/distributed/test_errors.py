@@ -27,13 +27,8 @@ from torch.distributed.fsdp import (
 
 from tests.errors import OURS, TORCHS, Implementation, Net, Row, check, rows
 from tests.ranks import device, on_ranks
-from tests.training import debug_level
+from tests.training import FULL, LOCAL, SHARDED, debug_level
 
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
 # offloaded, torch's is wrong on a CPU
 WHOLE = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
 X = torch.ones(2, 3)

@@ -4,9 +4,7 @@ called.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.collectives import ALL_GATHER
-from tests.models import WIDTH, Net
+from tests.distributed.test_collectives import calls
+from tests.models import WIDTH
 from tests.parity.engine import Point, Run, Scenario, assert_same_record, implementation, record_run
-from tests.parity.scenarios import PER_BLOCK, plain_step
+from tests.parity.scenarios import plain_step
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.training import debug_level
 
@@ -60,18 +59,9 @@ def step(model: Any, *order: str) -> None:
     model(torch.ones(1, WIDTH)).sum().backward()
 
 
-@contextlib.contextmanager
-def recorded_gathers() -> Iterator[list[int]]:
-    """The sizes of the all-gathers in the body, in the order in which they are sent."""
-    sizes: list[int] = []
-    original = getattr(dist, ALL_GATHER)
-
-    def record(output: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(output.numel())
-        return original(output, *args, **kwargs)
-
-    with mock.patch.object(dist, ALL_GATHER, record):
-        yield sizes
+def gathered(seen: list[Any]) -> list[int]:
+    """Return the sizes of the all-gathers, in the order in which they were called."""
+    return [numel for kind, numel in seen if kind == "AG"]
 
 
 # ------------------------------------------------------------------ across ranks
@@ -93,9 +83,9 @@ def test_another_order_on_another_rank_is_an_error_that_names_both(rank: int) ->
 @on_ranks(2)
 def test_evaluation_is_not_checked() -> None:
     model = checked().eval()
-    with recorded_gathers() as sizes, torch.no_grad():
+    with calls() as seen, torch.no_grad():
         model(torch.ones(1, WIDTH))
-    assert sizes == [UNIT, UNIT]
+    assert gathered(seen) == [UNIT, UNIT]
 
 
 @pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.INFO])
@@ -103,22 +93,22 @@ def test_evaluation_is_not_checked() -> None:
 def test_nothing_is_checked_below_detail(level: dist.DebugLevel) -> None:
     with debug_level(level):
         model = choice(use_orig_params=True)
-    with recorded_gathers() as sizes, warnings.catch_warnings():
+    with calls() as seen, warnings.catch_warnings():
         warnings.simplefilter("error")
         step(model, "left", "right")
         step(model, "right", "left")
-    assert sizes == [UNIT] * 8  # twice forward and twice backward in each step
+    assert gathered(seen) == [UNIT] * 8  # twice forward and twice backward in each step
 
 
 @on_ranks(2)
 def test_the_first_iteration_compares_each_unit_before_its_gather(world_size: int) -> None:
     model = checked()
-    with recorded_gathers() as sizes:
+    with calls() as seen:
         step(model, "left", "right")
-        first = list(sizes)
+        first = gathered(seen)
         step(model, "left", "right")
     assert first == [world_size, world_size, UNIT, world_size, world_size, UNIT, UNIT, UNIT]
-    assert world_size not in sizes[len(first) :]
+    assert world_size not in gathered(seen)[len(first) :]
 
 
 @on_ranks(2)
@@ -252,34 +242,4 @@ def test_a_step_after_a_failed_backward_and_the_final_callback_is_right(
     point = Point("out_of_memory", strategy, use_orig_params=use_orig_params)
     expected = record_run(point, Scenario(twice, plain_step), "torch", rank, world_size)
     actual = record_run(point, Scenario(twice, out_of_memory_first), "fsdp_c", rank, world_size)
-    assert_same_record(point, expected, actual)
-
-
-@all_strategies
-@pytest.mark.parametrize("moment", ["before", "between", "after"])
-@on_ranks(2)
-def test_the_final_callback_changes_nothing_around_a_step(
-    rank: int, world_size: int, moment: str, strategy: str
-) -> None:
-    """Called twice before the forward, before the backward or after it, the step stays as it is without."""
-
-    def disturbed(run: Run) -> None:
-        if moment == "before" and run.step > 1:
-            final_callback(run.model)
-            final_callback(run.model)
-        loss = run.forward_loss()
-        if moment == "between":
-            final_callback(run.model)
-            final_callback(run.model)
-        loss.backward()
-        if moment == "after":
-            final_callback(run.model)
-            final_callback(run.model)
-        run.record_grads("after backward 0")
-        run.optimizer_step()
-
-    point = Point(moment, strategy, precision="bf16_reduce_fp32")
-    build = lambda run: run.wrap(Net(), auto_wrap_policy=PER_BLOCK)  # noqa: E731
-    expected = record_run(point, Scenario(build, plain_step), "torch", rank, world_size)
-    actual = record_run(point, Scenario(build, disturbed), "fsdp_c", rank, world_size)
     assert_same_record(point, expected, actual)

@@ -71,101 +71,42 @@ def test_construction_leaves_no_unsharded_storage(world_size: int, use_orig_para
     assert sum(parameter.numel() for parameter in model.parameters()) == ALL * UNIT_NUMEL // world_size
 
 
-@both_views
-@on_ranks(2)
-def test_full_shard_forward_holds_the_root_and_one_unit(
-    use_orig_params: bool,
-) -> None:
-    meter = Meter()
-    model = build(use_orig_params=use_orig_params)
-    # before the first step the pool reserves memory for the units that are unsharded at a time
-    model(batch())
-    meter.reset()
-    output = model(batch())
-    assert output.requires_grad
-    assert (meter.peak(), meter.live()) == (2 + HELD_BACK, 1 + HELD_BACK)
+LOW = MixedPrecision(param_dtype=torch.bfloat16)
+# units of storage: (peak, live) after a forward, then after its backward
+HELD: dict[str, tuple[dict[str, Any], tuple[int, int], tuple[int, int]]] = {
+    "FULL_SHARD": ({}, (2 + HELD_BACK, 1 + HELD_BACK), (3, 0)),
+    "FULL_SHARD-forward_prefetch": ({"forward_prefetch": True}, (3 + HELD_BACK, 1 + HELD_BACK), (3, 0)),
+    # a prefetch after a unit unshards the next one while the unit's storage is still held
+    "FULL_SHARD-backward_post": (
+        {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+        (2 + HELD_BACK, 1 + HELD_BACK),
+        (2 + HELD_BACK, 0),
+    ),
+    "FULL_SHARD-no_prefetch": ({"backward_prefetch": None}, (2 + HELD_BACK, 1 + HELD_BACK), (2, 0)),
+    "FULL_SHARD-bf16": ({"mixed_precision": LOW}, (2 + HELD_BACK, 1 + HELD_BACK), (3, 0)),
+    "SHARD_GRAD_OP": ({}, (ALL, ALL), (ALL, 0)),
+    "SHARD_GRAD_OP-bf16": ({"mixed_precision": LOW}, (ALL, ALL), (ALL, 0)),
+    "NO_SHARD": ({}, (0, 0), (0, 0)),
+    "NO_SHARD-bf16": ({"mixed_precision": LOW}, (2, HELD_BACK), (3, 0)),
+}
 
 
 @both_views
+@pytest.mark.parametrize("case", HELD)
 @on_ranks(2)
-def test_no_shard_frees_every_low_precision_copy_after_its_forward(use_orig_params: bool) -> None:
-    meter = Meter(BF16_NBYTES)
-    low = MixedPrecision(param_dtype=torch.bfloat16)
-    model = build("NO_SHARD", use_orig_params=use_orig_params, mixed_precision=low)
-    output = model(batch())
-    assert output.requires_grad
-    assert meter.live() == HELD_BACK
-
-
-@both_views
-@on_ranks(2)
-def test_full_shard_forward_prefetch_holds_one_unit_more(use_orig_params: bool) -> None:
-    meter = Meter()
-    model = build(use_orig_params=use_orig_params, forward_prefetch=True)
-    peaks = []
-    for _ in range(3):
+def test_a_step_holds_no_more_units_than_its_strategy_allows(case: str, use_orig_params: bool) -> None:
+    options, after_forward, after_backward = HELD[case]
+    meter = Meter(BF16_NBYTES if "mixed_precision" in options else FP32_NBYTES)
+    model = build(case.split("-")[0], use_orig_params=use_orig_params, **options)
+    for step in range(3):
         meter.reset()
         loss = model(batch()).sum()
-        peaks.append(meter.peak())
-        loss.backward()
-    assert peaks == [
-        2 + 2 * HELD_BACK,
-        3 + HELD_BACK,
-        3 + HELD_BACK,
-    ]  # the first forward records the order, after the pool's reserve
-
-
-@both_views
-@pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
-@on_ranks(2)
-def test_full_shard_backward_holds_the_root_the_unit_and_one_prefetched(
-    prefetch: BackwardPrefetch | None, use_orig_params: bool
-) -> None:
-    meter = Meter()
-    model = build(use_orig_params=use_orig_params, backward_prefetch=prefetch)
-    for _ in range(3):
-        loss = model(batch()).sum()
+        found = [(meter.peak(), meter.live())]
         meter.reset()
         loss.backward()
-        # a prefetch after a unit unshards the next one while the unit's storage is still held
-        units = {BackwardPrefetch.BACKWARD_PRE: 3, BackwardPrefetch.BACKWARD_POST: 2 + HELD_BACK, None: 2}
-        assert (meter.peak(), meter.live()) == (units[prefetch], 0)
-
-
-@both_views
-@on_ranks(2)
-def test_shard_grad_op_keeps_every_unit_until_its_backward(use_orig_params: bool) -> None:
-    meter = Meter()
-    model = build("SHARD_GRAD_OP", use_orig_params=use_orig_params)
-    for _ in range(3):
-        meter.reset()
-        loss = model(batch()).sum()
-        assert (meter.peak(), meter.live()) == (ALL, ALL)
-        loss.backward()
-        assert (meter.peak(), meter.live()) == (ALL, 0)
-
-
-@both_views
-@on_ranks(2)
-def test_no_shard_gathers_nothing(use_orig_params: bool) -> None:
-    meter = Meter()
-    model = build("NO_SHARD", use_orig_params=use_orig_params)
-    model(batch()).sum().backward()
-    assert (meter.peak(), meter.live()) == (0, 0)
-
-
-@both_views
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@on_ranks(2)
-def test_mixed_precision_holds_units_of_half_the_bytes(strategy: str, use_orig_params: bool) -> None:
-    meter = Meter(BF16_NBYTES)
-    model = build(
-        strategy, use_orig_params=use_orig_params, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
-    )
-    for _ in range(2):
-        meter.reset()
-        model(batch()).sum().backward()
-        assert (meter.peak(), meter.live()) == (3 if strategy == "FULL_SHARD" else ALL, 0)
+        found.append((meter.peak(), meter.live()))
+        if step:  # the first step records the order, after the pool has reserved memory for some units
+            assert found == [after_forward, after_backward]
 
 
 @both_views
@@ -218,21 +159,6 @@ def test_a_dropped_model_that_knows_itself_gives_its_storage_back(use_orig_param
     output = model(batch())
     assert meter.live() == ALL
     del model, output
-    gc.collect()
-    assert meter.live() == 0
-
-
-@both_views
-@on_ranks(2)
-def test_an_output_keeps_its_model_for_the_backward(use_orig_params: bool) -> None:
-    meter = Meter()
-    model = build(use_orig_params=use_orig_params)
-    output, params = model(batch()), list(model.parameters())
-    del model
-    gc.collect()
-    output.sum().backward()
-    assert all(param.grad is not None for param in params if param.numel())
-    del output
     gc.collect()
     assert meter.live() == 0
 

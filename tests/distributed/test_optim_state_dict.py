@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
-    ShardedOptimStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
@@ -28,13 +28,13 @@ from torch.distributed.tensor import DTensor
 import fsdp_c.checkpoint
 from fsdp_c import checkpoint
 from tests.distributed.test_checkpoint import folder_of_ranks
-from tests.distributed.test_sharded_state_dict import wrap
+from tests.distributed.test_sharded_state_dict import assert_same_value
+from tests.distributed.test_state_dict import wrap
 from tests.models import WIDTH, Net
 from tests.parity.engine import implementation, same_bits
 from tests.ranks import both_views, device, on_ranks
-from tests.training import batch, train
+from tests.training import FULL, SHARDED, batch, train
 
-FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 WHOLE = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
 both_forms = pytest.mark.parametrize("mesh", [False, True])
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -76,21 +76,6 @@ def to_load(
         return type(model).optim_state_dict_to_load(model, optimizer, state, **more)
 
 
-def assert_same_value(where: Any, expected: Any, actual: Any) -> None:
-    assert type(expected) is type(actual), where
-    if isinstance(expected, ShardedTensor):
-        assert expected.metadata() == actual.metadata(), where
-        pairs = zip(expected.local_shards(), actual.local_shards(), strict=True)
-        assert all(same_bits(a.tensor, b.tensor) for a, b in pairs), where
-    elif isinstance(expected, DTensor):
-        assert expected.placements == actual.placements and expected.shape == actual.shape, where
-        assert same_bits(expected.to_local(), actual.to_local()), where
-    elif isinstance(expected, Tensor):
-        assert same_bits(expected, actual), where
-    else:
-        assert expected == actual, where
-
-
 def assert_same_osd(expected: dict[str, Any], actual: dict[str, Any]) -> None:
     assert list(expected) == list(actual)
     assert list(expected["state"]) == list(actual["state"])
@@ -117,20 +102,17 @@ def plain_reference(kind: str, world_size: int) -> tuple[nn.Module, Any]:
 # ----------------------------------------------------------------- saving
 
 
-def assert_as_torchs(
-    rank: int, use_orig_params: bool, optimizer: str = "adam", kind: StateDictType = FULL, **options: Any
-) -> None:
-    both = (
-        trained(use_orig_params, rank, optimizer, which=which, **options) for which in ("torch", "fsdp_c")
-    )
-    assert_same_osd(*(saved(*one, kind=kind) for one in both))
-
-
 @all_optimizers
 @both_views
 @on_ranks(2)
-def test_full_state_equals_torchs(rank, use_orig_params, kind):
-    assert_as_torchs(rank, use_orig_params, kind)
+def test_full_state_and_what_is_loaded_from_it_equal_torchs(rank, use_orig_params, kind):
+    results = []
+    for which in ("torch", "fsdp_c"):
+        model, optimizer = trained(use_orig_params, rank, kind, which=which)
+        state = saved(model, optimizer)
+        results.append((state, to_load(model, optimizer, state)))
+    for torchs, ours in zip(*results, strict=True):
+        assert_same_osd(torchs, ours)
 
 
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
@@ -148,11 +130,21 @@ def test_parameters_of_different_steps_keep_their_own(rank, kind):
     assert loaded and all(one["step"].item() == number for number, one in loaded.items())
 
 
-@both_forms
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [("no_shard", FULL), *itertools.product(("rows", "mesh", "hybrid"), (FULL, SHARDED))],
+)
 @both_views
 @on_ranks(4)
-def test_sharded_state_equals_torchs(rank, use_orig_params, mesh):
-    assert_as_torchs(rank, use_orig_params, kind=SHARDED, mesh=mesh)
+def test_state_of_each_layout_equals_torchs(rank, use_orig_params, layout, kind):
+    options = {"mesh": layout == "mesh"}
+    if layout == "hybrid":
+        mesh = init_device_mesh(device().type, (2, 2))
+        options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    if layout == "no_shard":
+        options = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    both = (trained(use_orig_params, rank, which=which, **options) for which in ("torch", "fsdp_c"))
+    assert_same_osd(*(saved(*one, kind=kind) for one in both))
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
@@ -179,20 +171,6 @@ def test_state_between_a_forward_and_its_backward_is_that_before(rank, use_orig_
     output.sum().backward()
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@both_views
-@on_ranks(2)
-def test_rank0_only_leaves_the_others_empty(rank, use_orig_params, offload):
-    """With offload_to_cpu on a CPU device torch's exp_avg equals its exp_avg_sq."""
-    model, optimizer = trained(use_orig_params, rank)
-    whole = saved(model, optimizer)
-    state = saved(model, optimizer, config=FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=offload))
-    if rank:
-        assert state == {}
-    else:
-        assert_same_osd(whole, state)
-
-
 @both_views
 @on_ranks(2)
 def test_no_tensor_is_shared_with_the_optimizer(rank, use_orig_params):
@@ -208,21 +186,6 @@ def test_no_tensor_is_shared_with_the_optimizer(rank, use_orig_params):
         state = saved(model, optimizer)["state"]
         found = {value.untyped_storage().data_ptr() for one in state.values() for value in one.values()}
         assert not held & found
-
-
-@both_views
-@on_ranks(2)
-def test_no_shard_state_equals_torchs(rank, use_orig_params):
-    assert_as_torchs(rank, use_orig_params, sharding_strategy=ShardingStrategy.NO_SHARD)
-
-
-@both_views
-@on_ranks(4)
-def test_hybrid_state_equals_torchs(rank, use_orig_params):
-    mesh = init_device_mesh(device().type, (2, 2))
-    options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    for kind in (FULL, SHARDED):
-        assert_as_torchs(rank, use_orig_params, kind=kind, **options)
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
@@ -316,34 +279,6 @@ def test_several_groups_keep_their_settings_and_names(rank, use_orig_params):
 
 
 @on_ranks(2)
-def test_frozen_and_trained_parameters_may_be_missing_from_the_optimizer(rank):
-    model = wrap(net(), True)
-    model.module.inp.weight.requires_grad_(False)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    train(model, optimizer, rank)
-    expected = saved(model, optimizer)
-    assert "inp.weight" not in expected["state"] and "inp.bias" in expected["state"]
-    model.module.inp.weight.requires_grad_(True)
-    assert_same_osd(expected, saved(model, optimizer))
-
-
-@both_views
-@on_ranks(2)
-def test_state_that_belongs_to_no_parameter_is_copied_with_a_warning(rank, use_orig_params):
-    model, optimizer = trained(use_orig_params, rank)
-    state = optimizer.state_dict()
-    state["state"]["mine"] = {"seen": 3}
-    with (
-        type(model).state_dict_type(model, FULL, None, FullOptimStateDictConfig(rank0_only=False)),
-        pytest.warns(UserWarning, match="Found a optim state, mine, that FSDP cannot process"),
-    ):
-        found = type(model).optim_state_dict(model, optimizer, state)
-    assert found["state"]["mine"] == {"seen": 3}
-    loaded = to_load(model, optimizer, found)
-    assert loaded["state"]["mine"] == {"seen": 3}
-
-
-@on_ranks(2)
 def test_state_of_another_shape_is_refused_on_every_rank(rank):
     model, optimizer = trained(True, rank)
     if rank == 1:
@@ -402,17 +337,6 @@ def test_flat_state_of_other_names_on_another_rank_is_refused(rank):
 
 
 # ----------------------------------------------------------------- loading
-
-
-@all_optimizers
-@both_views
-@on_ranks(2)
-def test_loaded_state_equals_torchs(rank, use_orig_params, kind):
-    results = []
-    for which in ("torch", "fsdp_c"):
-        model, optimizer = trained(use_orig_params, rank, kind, which=which)
-        results.append(to_load(model, optimizer, saved(model, optimizer)))
-    assert_same_osd(*results)
 
 
 @pytest.mark.parametrize("form", ["full", "sharded", "dtensor", "rank 0", "scattered"])
@@ -521,14 +445,6 @@ def test_state_of_a_plain_model_is_rekeyed_and_loaded_and_given_back(world_size,
             assert same_bits(value, again["state"][key][name])
 
 
-@on_ranks(2)
-def test_parameters_without_rows_here_get_no_state(rank):
-    model, optimizer = trained(True, rank)
-    loaded = to_load(model, optimizer, saved(model, optimizer))
-    for key, param in enumerate(optimizer.param_groups[0]["params"]):
-        assert (key in loaded["state"]) == (param.numel() > 0)
-
-
 @both_views
 @pytest.mark.parametrize("form", ["full", "rank 0", "sharded", "named"])
 @on_ranks(2)
@@ -612,16 +528,6 @@ def test_older_functions_warn_and_equal_torchs(rank, use_orig_params):
     wrong = 4 if use_orig_params else 0
     for torchs, ours in list(zip(*results, strict=True))[wrong:]:
         assert_same_osd(torchs, ours)
-
-
-@on_ranks(2)
-def test_sharded_config_is_the_default_of_the_sharded_type(rank):
-    """The default config offloads to the CPU."""
-    model, optimizer = trained(True, rank)
-    with type(model).state_dict_type(model, SHARDED):
-        settings = type(model).get_state_dict_type(model)
-    assert isinstance(settings.optim_state_dict_config, ShardedOptimStateDictConfig)
-    assert settings.optim_state_dict_config.offload_to_cpu
 
 
 # ----------------------------------------------------------------- optimizers keyed by names

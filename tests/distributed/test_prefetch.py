@@ -10,19 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch
 
 from tests.distributed.test_collectives import calls
-from tests.distributed.test_execution_order import recorded_gathers
+from tests.distributed.test_execution_order import gathered
 from tests.models import Net
 from tests.parity.engine import Point, Run, Scenario, compare, implementation
 from tests.parity.scenarios import PER_BLOCK, plain_step
 from tests.ranks import all_strategies, both_views, device, on_ranks
 
-SIZES = (
-    2,
-    3,
-    4,
-    5,
-    6,
-)  # of square layers without bias: each all-gather tells by its size which layer it is for
+SIZES = (2, 3, 4, 5, 6)  # of square layers without bias: the size of an all-gather identifies its layer
 
 
 class Chain(nn.Module):
@@ -90,11 +84,11 @@ def test_the_forward_gathers_as_many_units_ahead_as_the_limit_says(limit: int) -
     model._exec_order_data._forward_prefetch_limit = limit
     traced_backward(model)  # the order is that of the first iteration
     ahead: list[int] = []
-    with recorded_gathers() as sizes:
+    with calls() as seen:
         for layer in model.module.layers:
-            layer.module.register_forward_pre_hook(lambda *_: ahead.append(len(sizes)))
+            layer.module.register_forward_pre_hook(lambda *_: ahead.append(len(gathered(seen))))
         model(torch.ones(1, 1))
-    assert gathered_layers(sizes) == [0, 1, 2, 3, 4]
+    assert gathered_layers(gathered(seen)) == [0, 1, 2, 3, 4]
     assert ahead == [min(index + 1 + limit, len(SIZES)) for index in range(len(SIZES))]
 
 
@@ -146,10 +140,10 @@ def test_training_with_unshard_equals_torch(
 def test_unshard_gathers_once_and_before_lazy_init_too() -> None:
     model = chain()
     inner = model.module.layers[2]
-    with recorded_gathers() as sizes:
+    with calls() as seen:
         inner._unshard()
         assert inner.module.weight.shape == (4, 4)
         model(torch.ones(1, 1))
-    assert gathered_layers(sizes) == [2, 0, 1, 3, 4]
+    assert gathered_layers(gathered(seen)) == [2, 0, 1, 3, 4]
     assert model.check_is_root() and not inner.check_is_root()
     model._unshard()  # a unit without parameters has nothing to gather

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -29,6 +28,7 @@ from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.distributed.test_dcp_state_dict import seen_as_fsdp
 from tests.parity.engine import same_bits
 from tests.ranks import both_views, device, on_ranks
+from tests.training import assert_same
 
 WIDTH = 6
 
@@ -56,11 +56,6 @@ def values(model: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Ten
         for key, value in optimizer.state[param].items():
             found[f"optim.{name}.{key}"] = torch.as_tensor(value).clone()
     return found
-
-
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
 
 
 # ----------------------------------------------------------------- an expert of each group
@@ -196,25 +191,6 @@ def test_experts_are_saved_each_with_its_own_group(rank: int, world_size: int) -
             {name: found[name] for name in found if "expert" in name},
             {name: expected[name] for name in found if "expert" in name},
         )
-
-
-@pytest.mark.parametrize("strategy", ["NO_SHARD", "HYBRID_SHARD", "FULL_SHARD"])
-@on_ranks(4)
-def test_replicas_of_units_are_saved_as_before(rank: int, world_size: int, strategy: str) -> None:
-    """A replicate group, no shards, and the data parallel groups of a mesh."""
-    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    if strategy != "NO_SHARD":
-        options["device_mesh"] = mesh if strategy == "HYBRID_SHARD" else mesh["shard"]
-    model = wrap(net(3), **options)
-    optimizer = torch.optim.AdamW(model.parameters())
-    step(model, optimizer, 0)
-    expected, path = values(model, optimizer), folder_of_ranks() / "saved"
-    checkpoint.save(model, optimizer, path)
-    other = wrap(net(4), **options)
-    other_optimizer = torch.optim.AdamW(other.parameters())
-    checkpoint.load(other, other_optimizer, path)
-    assert_same(values(other, other_optimizer), expected)
 
 
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.collectives import ALL_GATHER
-from tests.models import WIDTH, Net
+from tests.models import WIDTH
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.storage import live_nbytes_after_a_failure, settled_nbytes
 from tests.training import PER_BLOCK, batch, plain, wrap
@@ -31,61 +31,19 @@ class Trouble(Exception):
 
 
 class RaiseInBackward(torch.autograd.Function):
-    """The identity, whose backward raises when told to."""
+    """The identity, whose backward calls ``run.in_backward`` and raises Trouble if ``run.fails``."""
 
     @staticmethod
-    def forward(context: Any, value: Tensor, switch: Switch) -> Tensor:
-        context.switch = switch
+    def forward(context: Any, value: Tensor, run: Trained) -> Tensor:
+        context.run = run
         return value.view_as(value)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        context.switch.maybe("autograd function")
+        context.run.in_backward()
+        if context.run.fails:
+            raise Trouble
         return gradient, None
-
-
-class Switch:
-    """Raises at the armed place; every place is on the way of every run, so that all runs have the same
-    graph."""
-
-    def __init__(self) -> None:
-        self.armed: str | None = None
-        self.error: type[BaseException] = Trouble
-        self.in_backward: Callable[[], Any] = lambda: None  # called in the middle of one
-
-    def maybe(self, place: str) -> None:
-        if place == "autograd function":
-            self.in_backward()
-        if place == self.armed:
-            raise self.error(f"at {place}")
-
-    @contextmanager
-    def at(self, place: str, error: type[BaseException] = Trouble) -> Iterator[None]:
-        self.armed, self.error = place, error
-        try:
-            yield
-        finally:
-            self.armed = None
-
-    def install(self, model: Net) -> None:
-        inner = model.blocks[1]
-        model.head.register_forward_pre_hook(lambda module, args: self.maybe("root forward"))
-        inner.register_forward_pre_hook(lambda module, args: self.maybe("before the inner forward"))
-        inner.down.register_forward_pre_hook(lambda module, args: self.maybe("inner forward"))
-        inner.norm.register_forward_hook(self._on_activation)
-        inner.up.register_full_backward_hook(
-            lambda module, inputs, outputs: self.maybe("module's backward hook")
-        )
-        model.head.register_forward_hook(lambda module, args, output: self._watch(output, "root tensor hook"))
-
-    def _on_activation(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        output = RaiseInBackward.apply(output, self)
-        self._watch(output, "tensor hook")
-        return output
-
-    def _watch(self, tensor: Tensor, place: str) -> None:
-        if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self.maybe(place))
 
 
 class Trained:
@@ -96,8 +54,11 @@ class Trained:
     ) -> None:
         net = plain()
         self.rank = rank
-        self.switch = Switch()
-        self.switch.install(net)
+        self.fails = False
+        self.in_backward: Callable[[], Any] = lambda: None
+        net.blocks[1].norm.register_forward_hook(
+            lambda module, args, output: RaiseInBackward.apply(output, self)
+        )
         options = {"use_orig_params": use_orig_params, "auto_wrap_policy": PER_BLOCK}
         self.model = wrap(net, strategy=strategy, **options, **arguments)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
@@ -114,9 +75,11 @@ class Trained:
             self.optimizer.zero_grad()
             self.losses.append(loss.detach().clone())
 
-    def failing_step(self, place: str, error: type[BaseException] = Trouble) -> None:
-        with self.switch.at(place, error), pytest.raises(error, match=f"at {place}"):
+    def failing_step(self) -> None:
+        self.fails = True
+        with pytest.raises(Trouble):
             self.loss(99).backward()
+        self.fails = False
 
 
 def assert_same_run(expected: Trained, actual: Trained) -> None:
@@ -173,12 +136,10 @@ def test_a_failed_backward_that_goes_late_leaves_the_next_one_alone(rank: int, s
     expected, run = uninterrupted(rank, strategy), Trained(rank, strategy)
     run.steps(STEPS_BEFORE)
     held: list[Any] = []
-    run.switch.in_backward = lambda: held.extend(
-        one for one in gc.get_objects() if type(one).__name__ == "Hook"
-    )
-    run.failing_step("autograd function")
+    run.in_backward = lambda: held.extend(one for one in gc.get_objects() if type(one).__name__ == "Hook")
+    run.failing_step()
     assert held
-    run.switch.in_backward = held.clear
+    run.in_backward = held.clear
     run.optimizer.zero_grad()
     run.steps(STEPS_AFTER)
     assert not held

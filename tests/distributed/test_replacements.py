@@ -3,7 +3,6 @@ same."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -24,7 +23,7 @@ from tests.models import WIDTH
 from tests.processes import ROOT, output_of_python
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.storage import HELD_BACK
-from tests.training import batch, sharded, wrap
+from tests.training import batch, sharded
 
 STEPS = 2
 UNITS = 4
@@ -311,23 +310,3 @@ assert calls == names, calls
 
 def test_collectives_that_were_replaced_before_the_import_are_called() -> None:
     output_of_python("-c", REPLACED_BEFORE, ALL_GATHER, REDUCE_SCATTER, cwd=ROOT)
-
-
-@on_ranks(2)
-def test_what_gathers_is_the_same_on_every_device() -> None:
-    """Whoever replaces a collective finds the calls of a GPU on a CPU as well."""
-    called = {}
-    for which in ("torch", "fsdp_c"):
-        model = wrap(nn.Linear(WIDTH, WIDTH), which)
-        model(torch.ones(2, WIDTH)).sum().backward()
-        with contextlib.ExitStack() as replaced:
-            functions = {
-                name: replaced.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name)))
-                for name in ("all_gather", ALL_GATHER)
-            }
-            model(torch.ones(2, WIDTH))
-        called[which] = {name for name, function in functions.items() if function.called}
-    assert called == {
-        "torch": {"all_gather" if device().type == "cpu" else ALL_GATHER},
-        "fsdp_c": {ALL_GATHER},
-    }

@@ -271,19 +271,6 @@ def test_what_was_gathered_ahead_in_vain_is_freed_with_its_forward(
     check(trainers[0].model, trainers[1].model)
 
 
-@both_views
-@on_ranks(2)
-def test_accumulation_under_no_sync_sends_nothing_but_the_last_gradients(use_orig_params: bool) -> None:
-    trainer = both(use_orig_params=use_orig_params)[0]
-    with calls() as seen, trainer.model.no_sync():
-        for index in range(3):
-            trainer.loss(index).backward()
-    assert counted(seen) == {"AG": 4}
-    with calls() as seen:
-        trainer.train(3)
-    assert counted(seen) == {"RS": 4}
-
-
 # ----------------------------------------------------------------- collectives, several forwards, one
 # backward
 

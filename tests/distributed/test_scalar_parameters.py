@@ -7,7 +7,7 @@ model with vectors of one element in their place.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,25 +21,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_c import (
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     MixedPrecision,
-    OptimStateKeyType,
-    StateDictType,
     checkpoint,
 )
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.optim import WholeParameters
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.ranks import all_strategies, both_views, device, on_ranks, pool
-from tests.training import assert_same, wrap
+from tests.training import SHARDED, assert_same, wrap
 
 WIDTH = 8
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
 
 
 class Block(nn.Module):
@@ -298,43 +289,6 @@ def test_optimizer_state_is_exchanged_with_the_plain_optimizer(
         model, optimizer = fresh(*start)
         checkpoint.load(model, optimizer, tmp_path / folder)
         trained.assert_resumed(model, optimizer)
-
-
-def older_ways(
-    trained: Trained, rank: int
-) -> Iterator[Callable[[Any, torch.optim.Optimizer], dict[str, Any]]]:
-    yield lambda model, optimizer: FSDP.shard_full_optim_state_dict(trained.optim, model, optim=optimizer)
-    yield lambda model, optimizer: FSDP.scatter_full_optim_state_dict(
-        None if rank else trained.optim, model, optim=optimizer
-    )
-    yield lambda model, optimizer: FSDP.shard_full_optim_state_dict(
-        FSDP.rekey_optim_state_dict(trained.by_id, OptimStateKeyType.PARAM_NAME, Scaled()),
-        model,
-        optim=optimizer,
-    )
-    yield lambda model, optimizer: FSDP.optim_state_dict_to_load(
-        model, optimizer, {} if rank else trained.optim
-    )
-
-
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_older_functions_take_the_plain_optimizers_state(
-    rank: int, strategy: str, use_orig_params: bool
-) -> None:
-    trained = Trained(Scaled, adamw)
-    for index, way in enumerate(older_ways(trained, rank)):
-        model, optimizer = fresh(trained, Scaled, adamw, strategy, use_orig_params)
-        config = FullOptimStateDictConfig(rank0_only=index == 3, offload_to_cpu=True)
-        with FSDP.state_dict_type(model, FULL, FullStateDictConfig(), config):
-            loaded = way(model, optimizer)
-        optimizer.load_state_dict(loaded)
-        sharded = FSDP.sharded_optim_state_dict(model, optimizer)
-        trained.assert_resumed(model, optimizer)
-    model, optimizer = fresh(trained, Scaled, adamw, strategy, use_orig_params)
-    optimizer.load_state_dict(FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer))
-    trained.assert_resumed(model, optimizer)
 
 
 @on_ranks(2)

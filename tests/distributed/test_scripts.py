@@ -1,24 +1,27 @@
-"""A torchrun script that knows nothing of fsdp_c, under torch and under ``-m fsdp_c``."""
+"""Scripts of examples/ under torchrun, as a user runs them: one that does not mention fsdp_c, under torch and
+under ``-m fsdp_c``; ema.py; weight_sync.py.
+"""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.processes import ROOT, run_python
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "plain_torchrun.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+PLAIN = ROOT / "examples" / "plain_torchrun.py"
+WIDTH, ROWS, HELD_OUT, STEPS = 32, 12, 1 << 20, 6  # of ema.py
 
-
-# After the last step a thread of gloo's may drop a tensor when the interpreter has ended, which aborts a process
-# of torch alone: it gets its turn here.
+# After the last step a thread of gloo may drop a tensor when the interpreter has ended, which aborts a process
+# of torch alone.
 WITH_TORCH = (
     "--no-python",
     sys.executable,
@@ -27,44 +30,58 @@ WITH_TORCH = (
 )
 
 
-def start(*launcher: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_LOGS": "fsdp_c"}
-    command = [*TORCHRUN, *launcher, str(SCRIPT), "--steps", "4", "--bf16"]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def torchrun(*command: str, ranks: int = 2) -> tuple[str, str]:
+    """Run a command on ranks of this machine. Returns standard output and errors."""
+    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = run_python(*launcher, *command, cwd=ROOT, TORCH_LOGS="fsdp_c", **settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout, done.stderr
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
-    try:
-        printed, said = process.communicate(timeout=600)
-    finally:
-        process.kill()
-    assert process.returncode == 0, said[-4000:]
-    return printed, said
+def test_losses_of_an_unchanged_script_are_bitwise_those_of_torch() -> None:
+    assert "fsdp_c" not in PLAIN.read_text().split('"""')[2]  # after its docstring
+    arguments = (str(PLAIN), "--steps", "4", "--bf16")
+    (torchs, torch_log), (ours, log) = torchrun(*WITH_TORCH, *arguments), torchrun("-m", "fsdp_c", *arguments)
+    losses = re.findall(r"step \d+: loss .*", torchs)
+    assert len(losses) == 4 and re.findall(r"step \d+: loss .*", ours) == losses
+    # TORCH_LOGS shows the units of one rank, once, and none with torch: torch was not compared with itself
+    assert log.count("4 units and segments, ") == 1 and "FULL_SHARD over 2" in log
+    assert "4 units and segments, " not in torch_log
 
 
-def steps(printed: str) -> list[str]:
-    """What the script printed of each step; on some versions of torch gloo prints as well, beside it."""
-    return re.findall(r"step \d+: loss .*", printed)
+def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+    rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return (model(rows) - rows.roll(1, 1)).square().mean()
 
 
-@pytest.fixture(scope="module")
-def finished() -> dict[str, tuple[str, str]]:
-    """By implementation what the script printed, each step's loss and gradient norm exactly, and what was
-    logged."""
-    running = {"torch": start(*WITH_TORCH), "fsdp_c": start("-m", "fsdp_c")}
-    return {which: finish(process) for which, process in running.items()}
+def test_ema_averages_as_the_plain_model_on_any_number_of_ranks(tmp_path: Path) -> None:
+    found = []
+    for ranks, resume in ((2, []), (3, ["--resume"])):
+        command = ["examples/ema.py", "--steps", str(STEPS), "--out", str(tmp_path), *resume]
+        printed, _ = torchrun(*command, ranks=ranks)
+        (losses,) = re.findall(r"step \d+: held-out loss (\S+), with the average (\S+)", printed)
+        found += map(float, losses)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    average = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    average.update_parameters(plain)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    expected = []
+    for step in range(2 * STEPS):
+        loss_of(plain, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(plain)
+        if step % STEPS == STEPS - 1:
+            expected += [loss_of(model, HELD_OUT).item() for model in (plain, average)]
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert len({round(loss, 3) for loss in found}) == 4
 
 
-def test_losses_are_those_of_torch_to_the_last_bit(finished: dict[str, tuple[str, str]]) -> None:
-    assert "fsdp_c" not in SCRIPT.read_text().split('"""')[2]  # behind its docstring
-    assert len(steps(finished["torch"][0])) == 4
-    assert steps(finished["fsdp_c"][0]) == steps(finished["torch"][0])
-
-
-def test_torch_logs_show_the_units_once(finished: dict[str, tuple[str, str]]) -> None:
-    """On one rank, and of fsdp_c: what was compared above was not torch twice."""
-    assert finished["fsdp_c"][1].count("4 units and segments, ") == 1
-    assert "FULL_SHARD over 2" in finished["fsdp_c"][1]
-    assert "4 units and segments, " not in finished["torch"][1]
+def test_weight_sync_gives_an_engine_in_another_process_the_weights_of_each_step() -> None:
+    printed, _ = torchrun("examples/weight_sync.py")
+    differences = [float(one) for one in re.findall(r"differ by (\S+)", printed)]
+    assert len(differences) == 4 and max(differences) < 1e-5
+    losses = [float(one) for one in re.findall(r"loss (\S+),", printed)]
+    assert losses[-1] < losses[0] / 4

@@ -19,10 +19,11 @@ from fsdp_c import FullyShardedDataParallel, checkpoint
 from fsdp_c.checkpoint import CheckpointError
 from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.distributed.test_dcp_state_dict import seen_as_fsdp
-from tests.distributed.test_optim_state_dict import FULL, SHARDED, saved, to_load
+from tests.distributed.test_optim_state_dict import saved, to_load
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import same_bits
 from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.training import FULL, SHARDED
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 both_kinds = pytest.mark.parametrize("kind", [FULL, SHARDED], ids=["full", "sharded"])

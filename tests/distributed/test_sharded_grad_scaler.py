@@ -184,18 +184,13 @@ def test_scaling_keeps_the_dtype(dtype: torch.dtype) -> None:
     assert scaled.dtype is dtype and scaled.tolist() == [24.0, 24.0]
 
 
-def test_scaling_keeps_lists_and_tuples() -> None:
+def test_scaling_keeps_containers_and_maps_iterables() -> None:
     one = torch.ones(1)
-    scaled = ShardedGradScaler(device().type, init_scale=2.0).scale([one, (one, [one])])
+    scaler = ShardedGradScaler(device().type, init_scale=2.0)
+    scaled = scaler.scale([one, (one, [one])])
     assert type(scaled) is list and type(scaled[1]) is tuple and type(scaled[1][1]) is list
     assert [scaled[0].item(), scaled[1][0].item(), scaled[1][1][0].item()] == [2.0, 2.0, 2.0]
-
-
-def test_scaling_an_iterable_gives_an_iterator() -> None:
-    scaled = ShardedGradScaler(device().type, init_scale=2.0).scale(
-        tensor for tensor in (torch.ones(1), torch.zeros(1))
-    )
-    assert [tensor.item() for tensor in scaled] == [2.0, 0.0]
+    assert [tensor.item() for tensor in scaler.scale(each for each in (one, 0 * one))] == [2.0, 0.0]
 
 
 # ----------------------------------------------------------------- misuse

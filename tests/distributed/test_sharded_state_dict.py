@@ -17,24 +17,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullStateDictConfig,
     LocalStateDictConfig,
-    MixedPrecision,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.test_state_dict import train
-from tests.models import Block, Net
-from tests.parity.engine import implementation, same_bits
+from tests.distributed.test_state_dict import train, wrap
+from tests.models import Net
+from tests.parity.engine import same_bits
 from tests.ranks import both_views, device, on_ranks
+from tests.training import FULL, LOCAL, SHARDED
 
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
 both_forms = pytest.mark.parametrize("mesh", [False, True])
 
 
@@ -66,16 +60,6 @@ def contiguous(seed: int = 0) -> Odd:
     return odd(seed, memory_format=torch.contiguous_format)
 
 
-def wrap(
-    module: nn.Module, use_orig_params: bool, which: str = "fsdp_c", mesh: bool = False, **options: Any
-) -> Any:
-    warnings.simplefilter("ignore")
-    options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": device()} | options
-    if mesh:
-        options["device_mesh"] = init_device_mesh(device().type, (dist.get_world_size(),))
-    return implementation(which)(module, use_orig_params=use_orig_params, **options)
-
-
 def saved(model: Any, kind: StateDictType, config: Any = None) -> dict[str, Any]:
     with type(model).state_dict_type(model, kind, config):
         return model.state_dict()
@@ -99,7 +83,7 @@ def load_shown(model: Any, kind: StateDictType, state: dict[str, Any]) -> Any:
         return load(model, kind, state)
 
 
-def assert_same_value(name: str, expected: Any, actual: Any) -> None:
+def assert_same_value(name: Any, expected: Any, actual: Any) -> None:
     assert type(expected) is type(actual), name
     if isinstance(expected, ShardedTensor):
         assert expected.metadata() == actual.metadata(), name
@@ -239,24 +223,6 @@ def test_transposed_parameter_is_saved_in_rows(rank):
     assert torch.equal(saved(model, FULL)["weight"], expected)
 
 
-@on_ranks(2)
-def test_mixed_precision_saves_parameters_and_buffers_in_their_own_dtype(rank):
-    precision = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
-    states = []
-    for which in ("torch", "fsdp_c"):
-        torch.manual_seed(0)
-        model = wrap(
-            Net(2, buffers=True) if "buffers" in Net.__init__.__code__.co_varnames else Net(2),
-            True,
-            which,
-            mixed_precision=precision,
-        )
-        train(model, rank)
-        states.append(saved(model, SHARDED))
-    for name in states[0]:
-        assert_same_value(name, states[0][name], states[1][name])
-
-
 @on_ranks(4)
 def test_hybrid_mesh_gives_replicated_rows():
     mesh = init_device_mesh(device().type, (2, 2))
@@ -267,15 +233,6 @@ def test_hybrid_mesh_gives_replicated_rows():
     for name in states[0]:
         assert_same_value(name, states[0][name], states[1][name])
     load(model, SHARDED, states[0])
-
-
-@on_ranks(2)
-def test_unit_that_shards_nothing_gives_whole_tensors():
-    model = wrap(nn.Linear(3, 4), True, sharding_strategy=ShardingStrategy.NO_SHARD, auto_wrap_policy=None)
-    with pytest.warns(UserWarning, match="full_state_dict will be returned"):
-        state = saved(model, SHARDED)
-    assert type(state["weight"]) is Tensor
-    assert state["weight"].shape == (4, 3)
 
 
 @on_ranks(2)
@@ -433,18 +390,6 @@ def test_local_values_are_loaded_within_a_unit_that_shards_nothing(use_orig_para
     result = load(models[1], LOCAL, saved(models[0], LOCAL))
     assert result.missing_keys == result.unexpected_keys == []
     assert_same_full(*models)
-
-
-@both_views
-@on_ranks(2)
-def test_local_dict_has_every_element_under_its_name_too(world_size, use_orig_params):
-    model = wrap(odd(0), use_orig_params)
-    state = saved(model, LOCAL)
-    held = {name: state[name].numel() for name in dict(odd().named_parameters()) if name in state}
-    told: list[Any] = [None] * world_size
-    dist.all_gather_object(told, held)
-    expected = {name: param.numel() for name, param in odd().named_parameters()} if use_orig_params else {}
-    assert {name: sum(each[name] for each in told) for name in held} == expected
 
 
 @on_ranks(2)

@@ -112,13 +112,16 @@ def floats(model: nn.Module, state: dict[str, Tensor] | None = None) -> list[tup
 
 @pytest.mark.parametrize("checkpoint_mode", [None, "reentrant", "nonreentrant"])
 @pytest.mark.parametrize("mixed", [None, MixedPrecision(torch.float16)], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("when", "export"), [("forward", "numpy"), ("forward", "share_memory"), ("backward", "numpy")]
+)
 @both_views
 @on_ranks(2)
 def test_arrays_from_hooks_keep_their_memory(
     rank: int,
     use_orig_params: bool,
     when: str,
+    export: str,
     mixed: MixedPrecision | None,
     checkpoint_mode: str | None,
 ) -> None:
@@ -128,24 +131,10 @@ def test_arrays_from_hooks_keep_their_memory(
     for index in range(3):
         step(expected, optimizer, rank, index)
     model, optimizer = start(use_orig_params, strategy, **options)
-    with looking(model, when, EXPORTS["numpy"]) as seen:
+    with looking(model, when, EXPORTS[export]) as seen:
         for index in range(3):
             step(model, optimizer, rank, index)
             assert unsharded_nbytes(model) == 0
-            assert_kept(seen)
-    assert_same(full_state(expected), full_state(model))
-
-
-@both_views
-@on_ranks(2)
-def test_parameters_shared_with_other_processes_in_a_forward(rank: int, use_orig_params: bool) -> None:
-    expected, optimizer = start(use_orig_params, "FULL_SHARD")
-    for index in range(2):
-        step(expected, optimizer, rank, index)
-    model, optimizer = start(use_orig_params, "FULL_SHARD")
-    with looking(model, "forward", EXPORTS["share_memory"]) as seen:
-        for index in range(2):
-            step(model, optimizer, rank, index)
             assert_kept(seen)
     assert_same(full_state(expected), full_state(model))
 

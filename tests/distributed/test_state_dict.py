@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullStateDictConfig,
     MixedPrecision,
@@ -25,13 +27,7 @@ from tests import training
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation
 from tests.ranks import all_strategies, both_views, device, on_ranks
-from tests.training import assert_same
-
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
+from tests.training import FULL, LOCAL, SHARDED, assert_same
 
 
 def plain(seed: int = 0, **options: Any) -> Net:
@@ -39,10 +35,15 @@ def plain(seed: int = 0, **options: Any) -> Net:
     return Net(2, tied_head=True, tied=True, **options)
 
 
-def wrap(module: nn.Module, use_orig_params: bool = True, which: str = "fsdp_c", **options: Any) -> Any:
-    options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": device()} | options
+def wrap(
+    module: nn.Module, use_orig_params: bool = True, which: str = "fsdp_c", mesh: bool = False, **options: Any
+) -> Any:
+    """Wrap a Net with a unit per block; ``mesh``: over a device mesh of one dimension."""
+    options = {"auto_wrap_policy": training.PER_BLOCK, "device_id": device()} | options
     if isinstance(options.get("sharding_strategy"), str):
         options["sharding_strategy"] = ShardingStrategy[options["sharding_strategy"]]
+    if mesh:
+        options["device_mesh"] = init_device_mesh(device().type, (dist.get_world_size(),))
     return implementation(which)(module, use_orig_params=use_orig_params, **options)
 
 
@@ -71,15 +72,6 @@ def test_saved_dict_under_mixed_precision_equals_torchs(rank: int, use_orig_para
         assert model._fsdp_wrapped_module.blocks[0].scale.dtype == torch.bfloat16
     assert saved[1]["blocks.0.scale"].dtype == torch.float32
     assert_same(*saved)
-
-
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_saved_dict_is_the_plain_models(strategy: str, use_orig_params: bool) -> None:
-    assert_same(
-        plain().state_dict(), full_state_dict(wrap(plain(), use_orig_params, sharding_strategy=strategy))
-    )
 
 
 @both_views

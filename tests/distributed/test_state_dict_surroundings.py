@@ -22,14 +22,9 @@ from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 from tests.models import Net
 from tests.parity.engine import same_bits
 from tests.ranks import both_views, on_ranks
-from tests.training import PER_BLOCK, batch, wrap
+from tests.training import FULL, LOCAL, PER_BLOCK, SHARDED, batch, wrap
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
 KINDS = {"full": FULL, "sharded": SHARDED, "local": LOCAL}
 WHOLE = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
 Work = Callable[[], Any]

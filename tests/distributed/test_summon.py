@@ -192,16 +192,6 @@ def test_without_recurse_only_the_unit_itself_is_shown(use_orig_params: bool) ->
         assert model.module.blocks[0].up.weight.shape == plain().blocks[0].up.weight.shape
 
 
-@on_ranks(2)
-def test_nested_summon_is_refused_and_leaves_the_outer_one_intact(rank: int) -> None:
-    model = wrap(plain())
-    with summon(model):
-        with pytest.raises(AssertionError, match="already unsharding"), summon(model):
-            pass
-        assert_same(dict(plain().named_parameters()), shown(model))
-    train(model, rank)
-
-
 @both_views
 @on_ranks(2)
 def test_exception_in_the_body_leaves_the_parameters_sharded(rank: int, use_orig_params: bool) -> None:

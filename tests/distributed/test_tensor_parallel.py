@@ -195,25 +195,6 @@ def test_no_sync_of_original_parameters_is_right_where_torch_raises(
     assert_close(named_grads(reference), full_grads(model))
 
 
-@on_ranks(4)
-def test_unsharded_units_train_as_the_plain_model(rank: int) -> None:
-    """torch refuses the shapes of its own original parameters in the second forward."""
-    model, reference = (
-        wrap(tp.parallelized(plain(), "mlp"), sharding_strategy=ShardingStrategy.NO_SHARD),
-        plain(),
-    )
-    for module in (model, reference):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-        for index in range(3):
-            optimizer.zero_grad()
-            if module is model:
-                loss_of(model, rank // 2, index).backward()
-            else:
-                reference_backward(reference, (index,))
-            optimizer.step()
-    assert_close(dict(reference.named_parameters()), full_params(model))
-
-
 @both_views
 @on_ranks(4)
 def test_offloaded_units_train_as_the_plain_model(rank: int, use_orig_params: bool) -> None:

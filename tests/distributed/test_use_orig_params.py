@@ -4,7 +4,6 @@ FSDP1.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
 from tests.parity.engine import same_bits
 from tests.ranks import all_strategies, device, on_ranks
@@ -204,50 +202,7 @@ def test_groups_give_parameters_their_own_hyperparameters(rank: int, strategy: s
     compare(rank, body, strategy)
 
 
-# ----------------------------------------------------------------- freezing
-
-
-def freeze_root(params: dict[str, nn.Parameter], step: int) -> None:
-    for name, param in params.items():
-        if not name.startswith("blocks."):
-            param.requires_grad_(step in (0, 3))
-
-
-@pytest.mark.parametrize("name", ["torch", "fsdp_c"])
-@on_ranks(2)
-def test_wholly_frozen_root_under_no_shard_is_unfrozen(rank: int, name: str) -> None:
-    """torch leaves plain tensors on the modules of such a root and never looks at requires_grad again; 2.15
-    raises."""
-    model, untouched = sharded(name, "NO_SHARD"), sharded(name, "NO_SHARD")
-    params = named(model)
-    freeze_root(params, 1)
-    backward(model, 0, rank)
-    freeze_root(params, 3)
-    model.zero_grad()
-    with contextlib.suppress(RuntimeError) if name == "torch" else contextlib.nullcontext():
-        backward(model, 1, rank)
-    backward(untouched, 1, rank)
-    expected = named(untouched)["head.bias"].grad
-    grad = params["head.bias"].grad
-    assert grad is None if name == "torch" else torch.equal(grad, expected)
-
-
 # ----------------------------------------------------------------- gradients kept low, tied weights, offload
-
-
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
-@pytest.mark.parametrize("net", [{}, {"tied": True}], ids=["plain", "tied"])
-@pytest.mark.parametrize("strategy", SHARDED)
-@on_ranks(2)
-def test_kept_low_precision_gradients_are_visible(
-    rank: int, strategy: str, net: dict[str, Any], offload: bool
-) -> None:
-    precision = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
-    model = sharded("fsdp_c", strategy, net, mixed_precision=precision, cpu_offload=CPUOffload(offload))
-    backward(model, 0, rank)
-    held = [param for param in model.parameters() if param.numel()]
-    assert {(param.dtype, param.grad.dtype) for param in held} == {(torch.float32, torch.bfloat16)}
-    assert all(param.grad.shape == param.shape for param in held)
 
 
 @pytest.mark.parametrize("names", [("c",), ("a",), ("b", "a")])

@@ -60,7 +60,6 @@ REASONS: dict[str, dict[str, str]] = {
         "test_sharded_values_and_their_metadata_equal_torchs[flat-False-False]": PLACES,
         "test_sharded_values_and_their_metadata_equal_torchs[orig-False-True]": PLACES,
         "test_sharded_values_and_their_metadata_equal_torchs[flat-False-True]": PLACES,
-        "test_mixed_precision_saves_parameters_and_buffers_in_their_own_dtype": PLACES,
         "test_local_dict_equals_torchs[orig-True]": NO_COPY,
         "test_local_dict_equals_torchs[flat-True]": NO_COPY,
     },
