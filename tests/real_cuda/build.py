@@ -11,12 +11,12 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from tests.libraries import KERNEL_FLAGS, STRICT, Library, Unit, build, is_stale, one_at_a_time, soname
-from tests.versions import REQUIREMENTS, home_of, install, make_environment
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -29,8 +29,43 @@ EMULATION = ROOT / "tests" / "native" / "cuda_emulation.h"
 FOLDER = Path(os.environ.get("FAKE_CUDA_FOLDER", ROOT / "build" / "real_cuda"))
 RUNTIME, DRIVER, MANAGEMENT, NCCL = "libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1", "libnccl.so.2"
 
+REQUIREMENTS = ("requirements/dev.txt",)
 DEVICE_FLAGS = ["-std=c++20", "-O2", *STRICT]
 TORCH_FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", *STRICT]
+
+
+def home_of(spec: str, folder: Path) -> Path:
+    return folder / spec.replace("/", "_")
+
+
+def install(python: Path, torch: str, names: Iterable[str] = REQUIREMENTS) -> None:
+    """Install the requirements in these files, with this torch. "===" excludes builds with a local label such
+    as 2.13.0+cpu.
+    """
+    lines = [line for name in names for line in (ROOT / name).read_text().splitlines()]
+    others = [line for line in lines if line and not line.startswith(("#", "-r", "torch=="))]
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+    subprocess.run([*command, f"torch==={torch}", *others], check=True)
+
+
+def make_environment(spec: str, folder: Path, tree: Path) -> Path:
+    """Create the environment: its Python, torch, the other requirements, and ``tree`` on its path. A file
+    ``made`` marks it as complete.
+    """
+    home, (torch, _, version) = home_of(spec, folder), spec.partition("@")
+    python = home / "bin/python"
+    if not python.exists():
+        maker = (shutil.which(version) or shutil.which(f"python{version}")) if version else sys.executable
+        if maker is None:
+            raise SystemExit(
+                f"no Python {version} found: put python{version} on the path, or write its path after the @"
+            )
+        subprocess.run([maker, "-m", "venv", str(home)], check=True)
+    install(python, torch)
+    for packages in home.glob("lib/python*/site-packages"):
+        (packages / "fsdp_c_checkout.pth").write_text(f"{tree}\n")
+    (home / "made").touch()
+    return python
 
 
 class Build:
