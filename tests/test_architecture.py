@@ -209,22 +209,6 @@ def headers_of(files: dict[str, str]) -> dict[str, list[str]]:
     return headers
 
 
-def declaration_violations(root: Path) -> list[str]:
-    """Return non-static functions that are not declared in exactly one header, and names declared in two."""
-    files = c_files(root)
-    headers = headers_of(files)
-    found = [
-        f"{declared} is declared in {', '.join(names)}"
-        for declared, names in headers.items()
-        if len(names) > 1
-    ]
-    for name, text in files.items():
-        for head, function, _ in definitions_of(without_preprocessor(text)) if name.endswith(".c") else []:
-            if not re.search(r"\bstatic\b|\bPyMODINIT_FUNC\b", head) and function not in headers:
-                found.append(f"{function} in {name} is declared in no header")
-    return found
-
-
 def call_violations(root: Path) -> list[str]:
     """Return calls of functions of a later layer. Layers that call each other in a ring can bypass the check
     of includes.
@@ -331,15 +315,6 @@ def python_modules(root: Path) -> dict[str, Path]:
     return {".".join(path.relative_to(package).with_suffix("").parts): path for path in files}
 
 
-def lookup_violations(root: Path) -> list[str]:
-    """Return C files that look up modules of fsdp_c by name. C must call Python through runtime/callbacks.h."""
-    return [
-        f"{name} looks up {module}"
-        for name, text in c_files(root).items()
-        for module in re.findall(r'\bPyImport_\w+\(\s*"(fsdp_c[\w.]*)"', text)
-    ]
-
-
 def imported_modules(name: str, modules: dict[str, Path]) -> set[str]:
     """Return the modules of the package that a module imports, at any level. Other names of fsdp_c count as
     its top module.
@@ -393,20 +368,6 @@ def python_layer_violations(root: Path) -> list[str]:
     return found
 
 
-def trace_violations(root: Path) -> list[str]:
-    """Return C files that open profiler ranges or record progress without trace.h. Python records its own
-    phases.
-    """
-    itself = re.compile(r"runtime/(trace|progress)\.[ch]|torch/py_torch\.[ch]|python/module\.c")
-    opening = re.compile(r"\b(profile_(?:begin\w*|end)|progress_(?:enter|leave|end_step))\(")
-    return [
-        f"{name} calls {function}()"
-        for name, text in c_files(root).items()
-        if not itself.fullmatch(name)
-        for function in opening.findall(text)
-    ]
-
-
 def default_device_violations(root: Path) -> list[str]:
     """Return tensor creations in fsdp_c/ without a device: they depend on torch.set_default_device()."""
     return [
@@ -439,11 +400,8 @@ CHECKS: list[Check] = [
     libtorch_violations,
     language_violations,
     state_violations,
-    declaration_violations,
     call_violations,
     ownership_violations,
-    lookup_violations,
-    trace_violations,
     cycle_violations,
     python_layer_violations,
     default_device_violations,
@@ -454,16 +412,6 @@ CHECKS: list[Check] = [
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_sources_keep_the_architecture(check: Check) -> None:
     assert check(ROOT) == []
-
-
-def test_the_readers_of_sharding_state_read_some() -> None:
-    for name in STATE_READERS:
-        read = {
-            each.attr
-            for each in ast.walk(ast.parse(python_modules(ROOT)[name].read_text()))
-            if isinstance(each, ast.Attribute)
-        }
-        assert read & {*SHARDING_STATE}, name
 
 
 def test_every_layer_of_the_list_is_there() -> None:
@@ -547,8 +495,6 @@ PLANTED: list[tuple[Check, str, str]] = [
     (language_violations, "csrc/torch/ops.cpp", "int x;"),
     (state_violations, "csrc/handle/second.c", "void sneak(struct handle *h) { h->param_state = 0; }"),
     (state_violations, "csrc/runtime/unit.c", "int nobody(void) { return 0; }"),
-    (declaration_violations, "csrc/base/second.h", "extern int memory_count;"),
-    (declaration_violations, "csrc/base/second.c", "int memory_stray(void) { return 0; }"),
     (
         call_violations,
         "csrc/handle/lower.c",
@@ -560,12 +506,6 @@ PLANTED: list[tuple[Check, str, str]] = [
         "void unit_a(struct unit *u) { ref_set(&u->handle->lower.shard, 0); }",
     ),
     (ownership_violations, "csrc/runtime/other.c", "void sneak(struct lower *all) { --all->count; }"),
-    (
-        lookup_violations,
-        "csrc/runtime/other.c",
-        'int f(void) { return !PyImport_ImportModule("fsdp_c.optim"); }',
-    ),
-    (trace_violations, "csrc/runtime/other.c", 'void *f(void) { return profile_begin("forward"); }'),
     (cycle_violations, "fsdp_c/api.py", "def late():\n    from fsdp_c.wrap import policy\n"),
     (cycle_violations, "fsdp_c/checkpoint/folder.py", "from fsdp_c.checkpoint import save\n"),
     (python_layer_violations, "fsdp_c/extra.py", "x = 1\n"),
