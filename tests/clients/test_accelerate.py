@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,6 +20,7 @@ from tests.clients.support import (
     TIMEOUT_S,
     assert_ours,
     assert_same_parameters,
+    environment,
     full_parameters,
     gpus_that_are_cpus,
     launched,
@@ -201,3 +206,54 @@ def test_saved_models_are_those_of_the_unsharded_model(rank, world_size, tmp_pat
     for name in ("whole", "merged"):
         assert_same_parameters(load_file(tmp_path / name / "model.safetensors"), expected)
     assert isinstance(acc.unwrap_model(model), Net)
+
+
+LAUNCHED = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+dist.init_process_group()
+model = FullyShardedDataParallel(torch.nn.Linear(3, 5), device_id=device)
+model(torch.ones(2, 3)).sum().backward()
+found = {"class": type(model).__module__, "ranks": dist.get_world_size(), "arguments": sys.argv[1:]}
+with open(f"{sys.argv[1]}.{dist.get_rank()}", "w") as file:
+    json.dump(found, file)
+dist.destroy_process_group()
+"""
+
+
+def test_launch_runs_an_unchanged_script_under_fsdp_c(tmp_path):
+    script, found_at = tmp_path / "train.py", str(tmp_path / "found")
+    script.write_text(LAUNCHED)
+    options = ["--use_fsdp", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    options += ["--dynamo_backend", "no", "--main_process_port", "0"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            *options,
+            "-m",
+            "fsdp_c",
+            str(script),
+            found_at,
+            "--lr",
+            "0.1",
+        ],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for rank in range(2):
+        found = json.loads(Path(f"{found_at}.{rank}").read_text())
+        assert found["class"].startswith("fsdp_c")
+        assert (found["ranks"], found["arguments"]) == (2, [found_at, "--lr", "0.1"])

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.clients.support import (
-    ON_CPU,
     TIMEOUT_S,
     assert_ours,
     assert_same_parameters,
     full_parameters,
-    gpus_that_are_cpus,
     launched,
     require,
     train_reference,
@@ -165,45 +163,3 @@ def test_adapters_are_set_aside_and_merged_as_unsharded(rank, world_size, use_or
         torch.testing.assert_close(model(input_ids=mine).logits, adapted, rtol=1e-5, atol=1e-6)
     moved = full_parameters(model)["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"]
     assert not torch.equal(moved, language_model().model.layers[0].self_attn.q_proj.weight)
-
-
-@both_views
-@on_ranks(2, TIMEOUT_S, LIBRARY)
-def test_trainer_trains_adapters_as_unsharded(rank, world_size, use_orig_params, tmp_path):
-    from transformers import Trainer, TrainingArguments
-
-    launched(rank, world_size)
-    gpus_that_are_cpus()
-    arguments = TrainingArguments(
-        str(tmp_path),
-        use_cpu=ON_CPU,
-        fsdp=True,
-        fsdp_config={
-            "version": 1,
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "use_orig_params": use_orig_params,
-        },
-        per_device_train_batch_size=BATCH,
-        train_sampling_strategy="sequential",
-        max_steps=STEPS,
-        logging_steps=1,
-        learning_rate=1e-2,
-        adam_epsilon=EPSILON,
-        lr_scheduler_type="constant",
-        max_grad_norm=0,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    data = [
-        {"input_ids": text, "labels": text.index_fill(0, torch.tensor([0]), -100)}
-        for step in range(STEPS)
-        for text in tokens(step, world_size)
-    ]
-    run = Trainer(with_adapters(), arguments, train_dataset=data)
-    run.train()
-    assert_ours(run.model)
-    plain, losses = trained_reference()
-    logged = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
-    assert logged == pytest.approx(losses, rel=1e-5)
-    assert_same_parameters(full_parameters(run.model), plain.state_dict())

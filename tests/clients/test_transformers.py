@@ -222,47 +222,6 @@ def test_accumulation_under_bf16_with_recomputation_stays_close(rank, world_size
     assert {param.dtype for param in run.model.parameters()} == {torch.float32}
 
 
-@on_ranks(2, TIMEOUT_S, LIBRARY)
-def test_predictions_are_generated_as_by_the_unsharded_model(rank, world_size, tmp_path):
-    """Seq2SeqTrainer generates inside summon_full_params. Ranks continue until the longest text of all ranks
-    ends.
-    """
-    from transformers import Seq2SeqTrainer, T5Config, T5ForConditionalGeneration
-
-    def translator():
-        torch.manual_seed(0)
-        config = T5Config(
-            vocab_size=VOCABULARY,
-            d_model=12,
-            d_kv=6,
-            d_ff=16,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-        return T5ForConditionalGeneration(config)
-
-    options = {
-        "predict_with_generate": True,
-        "generation_max_length": 7,
-        "save_strategy": "no",
-        "max_steps": 2,
-    }
-    config = {"transformer_layer_cls_to_wrap": ["T5Block"]}
-    arguments = training_arguments(rank, world_size, tmp_path, "Seq2SeqTrainingArguments", config, **options)
-    data = texts(STEPS * BATCH * world_size, seed=1)
-    run = Seq2SeqTrainer(translator(), arguments, train_dataset=data)
-    run.train()
-    assert_ours(run.model)
-    predictions = run.predict(data).predictions
-    plain = translator()
-    plain.load_state_dict(full_parameters(run.model))
-    tokens = torch.stack([text["input_ids"] for text in data])
-    expected = plain.eval().generate(tokens, max_length=7)
-    assert torch.equal(torch.from_numpy(predictions)[:, : expected.shape[1]], expected)
-
-
 @both_views
 @pytest.mark.parametrize("max_shard_size", ["1GB", "5KB"], ids=["one file", "several files"])
 @on_ranks(2, TIMEOUT_S, LIBRARY)

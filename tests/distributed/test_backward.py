@@ -245,64 +245,6 @@ def test_a_unit_that_calls_itself_trains(
     assert_same_gradients(model, seeded(AroundRecursive), step, rank, world_size)
 
 
-class Parts(nn.Module):
-    """Layers of one unit, some of them in reentrant checkpoints; the last one is in two, one within the
-    other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.inside: tuple[int, ...] = ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            x = torch.tanh(self.run(layer, x, index in self.inside))
-        return self.run(self.again, x, bool(self.inside))
-
-    def again(self, x: Tensor) -> Tensor:
-        last = self.layers[-1]
-        return last(self.run(last, x, bool(self.inside)))
-
-    def run(self, part: Callable[[Tensor], Tensor], x: Tensor, recompute: bool) -> Tensor:
-        return checkpoint(part, x, use_reentrant=True) if recompute else part(x)
-
-
-class Around(nn.Module):
-    """A layer before a unit of Parts, which is in a checkpoint itself where it is asked for."""
-
-    def __init__(self, fsdp: Callable[[nn.Module], nn.Module], around: bool) -> None:
-        super().__init__()
-        self.first, self.unit = nn.Linear(WIDTH, WIDTH), fsdp(Parts().double())
-        self.around = around
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return checkpoint(self.unit, x, use_reentrant=True) if self.around else self.unit(x)
-
-
-@pytest.mark.parametrize("around", [False, True], ids=["unit", "checkpointed unit"])
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_reentrant_checkpoints_around_parts_of_a_unit(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, around: bool
-) -> None:
-    """Also where they begin after a step without."""
-
-    def fsdp(module: nn.Module) -> Any:
-        return wrap(module, strategy=strategy, use_orig_params=use_orig_params)
-
-    def step(model: Any, rank: int) -> None:
-        parts = next(module for module in model.modules() if isinstance(module, Parts))
-        for parts.inside in (), (1,), (0, 2):
-            loss_of(model(batch(rank))).backward()
-
-    model = fsdp(seeded(lambda: Around(fsdp, around)))
-    assert_same_gradients(
-        model, seeded(lambda: Around(lambda module: module, around)), step, rank, world_size
-    )
-
-
 class Whole(nn.Module):
     def __init__(self) -> None:
         super().__init__()
