@@ -4,9 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.ranks import both_views, device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.training import wrap
+
+PER_LAYER = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
 
 
 class Branches(nn.Module):
@@ -29,21 +33,35 @@ def backward(model: nn.Module, rank: int, seed: int, both: bool) -> None:
     model(x, both).square().sum().backward()
 
 
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_a_unit_that_the_synchronised_backward_skips_is_reduced(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    model, reference = wrap(plain(), strategy=strategy, use_orig_params=use_orig_params, **PER_LAYER), plain()
+    with model.no_sync():
+        backward(model, rank, 1, True)
+    backward(model, rank, 2, False)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for each in range(world_size):
+        backward(reference, each, 1, True)
+        backward(reference, each, 2, False)
+    torch.optim.SGD(reference.parameters(), lr=1.0 / world_size).step()
+    with model.summon_full_params(model):
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(param.view_as(expected), expected)
+
+
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
 @both_views
 @on_ranks(2)
-def test_what_no_sync_left_goes_as_units_are_reduced(rank: int, use_orig_params: bool, low: bool) -> None:
-    """Amid the backward already. What the user has kept of it stays."""
-    from fsdp_c import FullyShardedDataParallel
-    from fsdp_c.wrap import ModuleWrapPolicy
-
-    mixed = MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=False) if low else None
-    model = FullyShardedDataParallel(
-        plain(),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        use_orig_params=use_orig_params,
-        mixed_precision=mixed,
-    )
+def test_gradients_of_no_sync_are_freed_as_units_are_reduced(
+    rank: int, use_orig_params: bool, low: bool
+) -> None:
+    """They are freed during the backward. Tensors that the user keeps stay valid."""
+    mixed = MixedPrecision(torch.bfloat16, torch.float32) if low else None
+    model = wrap(plain(), use_orig_params=use_orig_params, mixed_precision=mixed, **PER_LAYER)
     with model.no_sync():
         backward(model, rank, 1, True)
     kept = [param.grad for param in model.first.parameters()]
