@@ -40,6 +40,7 @@ Hook = Callable[..., None]
 
 def sum_hook(state: list[int], grad: Tensor, shard: Tensor | None = None) -> None:
     """Sums without averaging, counts its calls, and doubles what it sends."""
+    assert not torch.is_grad_enabled()
     state.append(grad.numel())
     grad.mul_(2)
     if shard is None:

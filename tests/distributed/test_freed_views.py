@@ -1,5 +1,6 @@
-"""What modules show of a unit's parameters while nothing holds their values, and what a forward has kept of them:
-an error by name for whatever needs the values, never garbage and never a signal."""
+"""Views of freed parameters, in modules or kept from a forward: operations that need their values raise an error
+that names the parameter, never read garbage and never crash.
+"""
 
 from __future__ import annotations
 
@@ -147,32 +148,19 @@ def test_attributes_between_steps_are_refused_by_name(rank: int, strategy: str) 
 @both_views
 @sharded_strategies
 @on_ranks(2)
-def test_views_that_a_forward_has_kept_are_refused_by_name(
+def test_kept_views_are_refused_by_name_and_tensors_derived_from_them_raise(
     rank: int, strategy: str, use_orig_params: bool
 ) -> None:
     model = build(use_orig_params, strategy)
     for _ in range(2):
         model(batch(rank)).sum().backward()
         assert_refused(model.module.kept, rank)
-
-
-@both_views
-@sharded_strategies
-@on_ranks(2)
-def test_what_was_made_of_the_views_in_a_forward_raises_after_it(
-    rank: int, strategy: str, use_orig_params: bool
-) -> None:
-    model = build(use_orig_params, strategy)
-    for _ in range(2):
-        model(batch(rank)).sum().backward()
         assert_raising(model.module.derived)
 
 
 @both_views
 @on_ranks(2)
-def test_parameters_that_summon_full_params_has_shown_raise_after_it(
-    rank: int, use_orig_params: bool
-) -> None:
+def test_parameters_kept_from_summon_full_params_raise_after_it(rank: int, use_orig_params: bool) -> None:
     model = build(use_orig_params)
     with FSDP.summon_full_params(model):
         kept = {name: param.detach() for name, param in model.named_parameters()}
@@ -181,7 +169,7 @@ def test_parameters_that_summon_full_params_has_shown_raise_after_it(
 
 @both_views
 @on_ranks(2)
-def test_mixed_precision(rank: int, use_orig_params: bool) -> None:
+def test_kept_views_under_mixed_precision_are_refused(rank: int, use_orig_params: bool) -> None:
     model = build(use_orig_params, mixed_precision=MixedPrecision(torch.bfloat16))
     model(batch(rank)).sum().backward()
     assert_refused(model.module.kept, rank)
@@ -192,7 +180,7 @@ def test_mixed_precision(rank: int, use_orig_params: bool) -> None:
 
 
 @on_ranks(2)
-def test_what_tensors_say_of_themselves_stays(rank: int) -> None:
+def test_metadata_of_freed_views_stays_readable(rank: int) -> None:
     model = build(False)
     for _ in range(2):
         scale = model.module.scale
@@ -256,7 +244,7 @@ def test_a_step_after_an_error_has_the_bits_of_one_without(rank: int, use_orig_p
 
 
 @on_ranks(2)
-def test_views_of_a_model_that_is_gone_or_has_other_views_by_now(rank: int) -> None:
+def test_views_of_a_freed_model_or_of_replaced_views_raise(rank: int) -> None:
     model = build(False)
     model(batch(rank)).sum().backward()
     scale = model.module.scale

@@ -1,4 +1,4 @@
-"""A unit that trains and gets no gradient is named, once; what is done on purpose is not."""
+"""The warning about a trained unit that gets no gradient: once per unit, and not where that is on purpose."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Embedding(nn.Linear):
 
 
 class Checkpointed(nn.Sequential):
-    """Runs each of its modules in a reentrant checkpoint, as libraries do that know nothing of units."""
+    """Runs each of its modules in a reentrant checkpoint, as libraries do."""
 
     def forward(self, x: Tensor) -> Tensor:
         for stage in self:
@@ -85,29 +85,6 @@ def test_units_behind_frozen_embeddings_are_named_with_the_remedy(rank: int, use
 
 
 @on_ranks(2)
-def test_units_in_a_checkpoint_around_them_are_not_named() -> None:
-    """The unit's forward runs without gradients then, and runs again in the backward."""
-    net = Stages(CheckpointImpl.NO_REENTRANT)
-    net.embedding.requires_grad_(True)
-    model = per_block(net)
-    net.stages = Checkpointed(*net.stages)
-    assert not warned(lambda: [train(model) for _ in range(2)])
-
-
-@on_ranks(2)
-def test_an_evaluation_before_training_says_nothing() -> None:
-    model = per_block(Net())
-
-    def evaluate_and_train() -> None:
-        with torch.no_grad():
-            model(torch.ones(2, WIDTH))
-        train(model)
-        train(model)
-
-    assert not warned(evaluate_and_train)
-
-
-@on_ranks(2)
 def test_units_that_a_backward_left_out_are_named_at_the_next_forward(rank: int) -> None:
     model = wrap(Pair())
 
@@ -126,32 +103,7 @@ def test_units_that_a_backward_left_out_are_named_at_the_next_forward(rank: int)
 
 
 @on_ranks(2)
-def test_units_in_another_backward_of_the_same_forward_are_not_named() -> None:
-    """Of two losses of one forward each has its own backward, as in a GAN."""
-    model = wrap(Pair())
-
-    def train_both() -> None:
-        first, second = model(torch.ones(2, WIDTH))
-        first.sum().backward(retain_graph=True)
-        second.sum().backward()
-
-    assert not warned(lambda: [train_both() for _ in range(3)])
-
-
-@on_ranks(2)
-def test_a_unit_that_was_trained_in_a_step_before_is_not_named() -> None:
-    """Heads of tasks that take turns."""
-    model = wrap(Pair())
-
-    def train_in_turns(step: int) -> None:
-        model(torch.ones(2, WIDTH))[step % 2].sum().backward()
-
-    sum(each.sum() for each in model(torch.ones(2, WIDTH))).backward()
-    assert not warned(lambda: [train_in_turns(step) for step in range(4)])
-
-
-@on_ranks(2)
-def test_the_warning_shows_the_script_as_its_source() -> None:
+def test_the_filename_of_the_warning_is_the_script() -> None:
     model = wrap(Pair())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -177,19 +129,59 @@ def test_a_warning_that_is_an_error_leaves_the_gradients_in_order() -> None:
     assert len(before) == len(after) and all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize("remedy", ["non-reentrant", "input"])
-@on_ranks(2)
-def test_nothing_is_said_with_the_remedy(remedy: str) -> None:
-    net = Stages(CheckpointImpl.NO_REENTRANT if remedy == "non-reentrant" else CheckpointImpl.REENTRANT)
-    if remedy == "input":
-        net.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
-    model = per_block(net)
-    assert not warned(lambda: [train(model), train(model)])
+# ---- cases without a warning
+
+
+def with_a_non_reentrant_checkpoint() -> None:
+    check_gradients(per_block(Stages(CheckpointImpl.NO_REENTRANT)))
+
+
+def with_an_input_that_requires_gradients() -> None:
+    net = Stages()
+    net.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
+    check_gradients(per_block(net))
+
+
+def check_gradients(model: Any) -> None:
+    train(model)
+    train(model)
     with FSDP.summon_full_params(model, with_grads=True):
         assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-# ---- what is done on purpose
+def in_a_checkpoint_around_units() -> None:
+    """The unit's forward runs without gradients, and again in the backward."""
+    net = Stages(CheckpointImpl.NO_REENTRANT)
+    net.embedding.requires_grad_(True)
+    model = per_block(net)
+    net.stages = Checkpointed(*net.stages)
+    train(model)
+    train(model)
+
+
+def evaluated_before_training() -> None:
+    model = per_block(Net())
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+    train(model)
+    train(model)
+
+
+def in_another_backward_of_the_same_forward() -> None:
+    """Each of two losses of a forward has its own backward, as in a GAN."""
+    model = wrap(Pair())
+    for _ in range(3):
+        first, second = model(torch.ones(2, WIDTH))
+        first.sum().backward(retain_graph=True)
+        second.sum().backward()
+
+
+def trained_in_a_step_before() -> None:
+    """Heads of tasks that take turns."""
+    model = wrap(Pair())
+    sum(each.sum() for each in model(torch.ones(2, WIDTH))).backward()
+    for step in range(4):
+        model(torch.ones(2, WIDTH))[step % 2].sum().backward()
 
 
 def under_no_grad() -> None:
@@ -245,7 +237,7 @@ def sampled_before_training() -> None:
     model(torch.ones(2, WIDTH))
 
 
-def handed_out_in_another_way() -> None:
+def output_kept_by_a_hook() -> None:
     net = Pair()
     model = wrap(net)
     kept: list[Tensor] = []
@@ -267,20 +259,26 @@ class Pair(nn.Module):
         return self.first(x), self.second(x)
 
 
-ON_PURPOSE = {
+SILENT = {
     step.__name__: step
     for step in (
+        with_a_non_reentrant_checkpoint,
+        with_an_input_that_requires_gradients,
+        in_a_checkpoint_around_units,
+        evaluated_before_training,
+        in_another_backward_of_the_same_forward,
+        trained_in_a_step_before,
         under_no_grad,
         unused,
         frozen,
         evaluated,
         sampled_before_training,
-        handed_out_in_another_way,
+        output_kept_by_a_hook,
     )
 }
 
 
-@pytest.mark.parametrize("what", ON_PURPOSE)
+@pytest.mark.parametrize("case", SILENT)
 @on_ranks(2)
-def test_nothing_is_said_of_what_is_done_on_purpose(what: str) -> None:
-    assert not warned(ON_PURPOSE[what])
+def test_missing_gradients_on_purpose_are_not_warned_of(case: str) -> None:
+    assert not warned(SILENT[case])

@@ -246,17 +246,6 @@ CYCLES = {
 }
 
 
-def keeping_an_object() -> Callable[[], Any]:
-    kept: list[Any] = []
-    return lambda: kept.append(_C.Runtime.__new__(_C.Runtime))
-
-
-def keeping_memory() -> Callable[[], Any]:
-    return lambda: LIBC.malloc(200)
-
-
-KEEPING = {function.__name__: function for function in (keeping_an_object, keeping_memory)}
-
 # ----------------------------------------------------------------- measuring
 
 
@@ -321,7 +310,7 @@ def run_forked(name: str, total: int) -> None:
         return
     status = 1
     try:
-        result = measure((CYCLES | KEEPING)[name](), total)
+        result = measure(CYCLES[name](), total)
         print(json.dumps({"name": name, **result}), flush=True)
         status = 0
     except BaseException:
