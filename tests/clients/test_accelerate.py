@@ -139,7 +139,7 @@ def test_accumulated_clipped_steps_are_those_of_the_unsharded_model(rank, world_
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
 @both_views
 @on_ranks(2, TIMEOUT_S, LIBRARY)
-def test_load_state_goes_on_where_save_state_was(rank, world_size, use_orig_params, kind, tmp_path):
+def test_load_state_resumes_bitwise_from_save_state(rank, world_size, use_orig_params, kind, tmp_path):
     acc = accelerator(rank, world_size, use_orig_params=use_orig_params, state_dict_type=kind)
     model, optimizer, loader = prepared(acc)
     batches = list(loader)

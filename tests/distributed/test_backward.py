@@ -255,7 +255,7 @@ class Whole(nn.Module):
 
 
 @on_ranks(2)
-def test_a_unit_whose_module_is_checkpointed_as_a_whole_is_freed_at_once(rank: int) -> None:
+def test_a_unit_with_its_whole_module_in_a_checkpoint_is_resharded_at_once(rank: int) -> None:
     """From the first backward on: a model of such units must not be gathered as a whole."""
     model = wrap(
         seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(wrap(Whole().double()) for _ in range(3))))
@@ -354,7 +354,7 @@ class Forces(nn.Module):
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_gradient_that_a_forward_takes_of_an_inner_unit_is_differentiated(
+def test_gradient_taken_inside_a_forward_is_differentiated(
     rank: int,
     world_size: int,
     strategy: str,
@@ -485,7 +485,7 @@ def test_gradient_penalties_have_the_bits_of_the_plain_model(
 
 
 @on_ranks(2)
-def test_a_gradient_penalty_whose_backward_raises_leaves_nothing_gathered(rank: int) -> None:
+def test_a_gradient_penalty_whose_backward_raises_leaves_nothing_unsharded(rank: int) -> None:
     before = settled_nbytes()
     model = sharded()
     x = batch(rank).requires_grad_()
@@ -548,7 +548,7 @@ class Adaptive(nn.Module):
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_the_last_layer_weighs_losses_by_its_gradient_of_each(
+def test_losses_weighted_by_gradients_of_the_last_layer(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, inside: bool, inner: bool
 ) -> None:
     """Of the weight that the forward computed with; what modules show between forwards is in no graph."""
@@ -676,7 +676,7 @@ def test_recomputed_forwards_cast_their_inputs_under_mixed_precision(
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_a_model_that_goes_before_its_backward_leaves_the_gradients(
+def test_a_model_dropped_before_its_backward_leaves_the_gradients(
     rank: int, use_orig_params: bool, strategy: str, net: dict[str, Any]
 ) -> None:
     """A function returns the loss; the parameters are the optimizer's. Everything else goes with the

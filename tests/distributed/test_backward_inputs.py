@@ -78,7 +78,7 @@ def assert_same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
 @pytest.mark.parametrize("name", OPTIONS)
 @own_ranks
-def test_a_backward_to_all_flat_parameters_gives_what_one_to_everything_gives(rank: int, name: str) -> None:
+def test_backward_with_inputs_of_all_flat_parameters_equals_backward(rank: int, name: str) -> None:
     named, usual = wrapped(**OPTIONS[name]), wrapped(**OPTIONS[name])
     for step, (sync, forwards, retain) in enumerate([(True, 1, False), (False, 2, False), (True, 1, True)]):
         for model in (named, usual):
@@ -94,7 +94,7 @@ def test_a_backward_to_all_flat_parameters_gives_what_one_to_everything_gives(ra
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
 @pytest.mark.parametrize("name", OPTIONS)
 @own_ranks
-def test_flat_parameters_that_a_backward_does_not_name_keep_their_gradients(rank: int, name: str) -> None:
+def test_backward_with_inputs_leaves_other_flat_parameters_alone(rank: int, name: str) -> None:
     model, usual = wrapped(**OPTIONS[name]), wrapped(**OPTIONS[name])
     for each in (model, usual):
         loss_of(each, rank).backward()
@@ -111,7 +111,7 @@ def test_flat_parameters_that_a_backward_does_not_name_keep_their_gradients(rank
 
 
 @own_ranks
-def test_a_backward_names_one_of_the_flat_parameters_of_a_unit(rank: int) -> None:
+def test_backward_with_inputs_of_one_flat_parameter_of_a_unit(rank: int) -> None:
     def build() -> FullyShardedDataParallel:
         torch.manual_seed(0)
         halves = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6, dtype=torch.float64)])
@@ -136,7 +136,7 @@ def test_a_backward_names_one_of_the_flat_parameters_of_a_unit(rank: int) -> Non
 
 @pytest.mark.parametrize("orig_hooks", [False, True])
 @own_ranks
-def test_autograd_returns_gradients_of_flat_parameters_that_are_whole(rank: int, orig_hooks: bool) -> None:
+def test_autograd_grad_returns_gradients_of_unsharded_flat_parameters(rank: int, orig_hooks: bool) -> None:
     model, expected = wrapped(alone=True), plain()
     if orig_hooks:  # as autograd calls them
         for param in model.parameters():
@@ -155,7 +155,7 @@ def test_autograd_returns_gradients_of_flat_parameters_that_are_whole(rank: int,
 
 
 @own_ranks
-def test_autograd_is_refused_gradients_of_shards_by_name(rank: int) -> None:
+def test_autograd_grad_of_shards_is_refused(rank: int) -> None:
     model, usual = wrapped(), wrapped()
     with pytest.raises(
         RuntimeError, match=rf"rank {rank}, unit .*: torch.autograd.grad\(\) cannot .*backward\("
@@ -167,7 +167,7 @@ def test_autograd_is_refused_gradients_of_shards_by_name(rank: int) -> None:
 
 
 @own_ranks
-def test_original_parameters_that_a_backward_to_inputs_leaves_out_are_warned_of(rank: int) -> None:
+def test_backward_with_inputs_warns_of_original_parameters_left_out(rank: int) -> None:
     """Zero-bubble schedules begin so, and find no weights after it. A backward to everything says nothing."""
     for use_orig_params, said in ((True, {"0", "2", "4"}), (False, set())):
         model = wrapped(use_orig_params=use_orig_params)
@@ -186,7 +186,7 @@ def test_original_parameters_that_a_backward_to_inputs_leaves_out_are_warned_of(
 
 
 @own_ranks
-def test_gradients_of_inputs_and_of_weights_may_come_apart(rank: int) -> None:
+def test_separate_backwards_for_inputs_and_weights(rank: int) -> None:
     """As zero-bubble schedules of torch.distributed.pipelining have them, for two microbatches."""
     backward = pytest.importorskip("torch.distributed.pipelining._backward")
     model, expected = wrapped(alone=True, units=False), plain()
@@ -245,7 +245,7 @@ def test_a_pipeline_of_units_that_are_not_sharded_trains(rank: int, world_size: 
 @pytest.mark.parametrize("bucket_view", [False, True])
 @pytest.mark.parametrize("kind", ["alone", "NO_SHARD"])
 @own_ranks
-def test_data_parallelism_around_units_averages_as_around_the_plain_module(
+def test_ddp_around_units_averages_as_around_the_plain_module(
     rank: int, kind: str, bucket_view: bool
 ) -> None:
     model = wrapped(alone=True) if kind == "alone" else wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
@@ -263,7 +263,7 @@ def test_data_parallelism_around_units_averages_as_around_the_plain_module(
 
 
 @own_ranks
-def test_data_parallelism_around_shards_is_refused_by_name(rank: int) -> None:
+def test_ddp_around_shards_is_refused(rank: int) -> None:
     model = DistributedDataParallel(wrapped())
     for _ in range(2):
         with pytest.raises(
@@ -276,9 +276,7 @@ def test_data_parallelism_around_shards_is_refused_by_name(rank: int) -> None:
     "options", [{"use_orig_params": True}, {"mixed_precision": MixedPrecision(torch.bfloat16)}]
 )
 @own_ranks
-def test_data_parallelism_that_is_not_reached_is_warned_of_by_name(
-    rank: int, options: dict[str, Any]
-) -> None:
+def test_ddp_that_never_averages_is_warned_of(rank: int, options: dict[str, Any]) -> None:
     """Torch is silent."""
     model = DistributedDataParallel(wrapped(alone=True, **options))
     with pytest.warns(
@@ -288,7 +286,7 @@ def test_data_parallelism_that_is_not_reached_is_warned_of_by_name(
 
 
 @own_ranks
-def test_data_parallelism_that_leaves_the_units_out_is_nobodys_business(rank: int) -> None:
+def test_ddp_that_ignores_the_units_is_allowed(rank: int) -> None:
     """Its own parameters are averaged, those of the units sharded."""
     inner = wrapped(units=False)
     model = nn.Sequential(inner, nn.Linear(4, 2).to(device()))

@@ -75,7 +75,7 @@ for norm_type in (1.0, 1.5, 2.0, math.inf):
 """
 
 
-def test_clipping_asks_for_no_order_in_which_torch_adds_up() -> None:
+def test_clipping_depends_on_no_rounding_of_vector_norm() -> None:
     output_of_python("-c", OF_ANOTHER_PROCESSOR)
 
 

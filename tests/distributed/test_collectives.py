@@ -106,7 +106,7 @@ EVALUATION_AGAIN = {
 @both_views
 @all_strategies
 @on_ranks(2)
-def test_forwards_backwards_and_no_sync_call_what_the_strategy_says(
+def test_collectives_of_forward_backward_and_no_sync_per_strategy(
     rank: int, strategy: str, use_orig_params: bool, which: str
 ) -> None:
     model = build(which, strategy, use_orig_params=use_orig_params)
@@ -129,7 +129,7 @@ def test_forwards_backwards_and_no_sync_call_what_the_strategy_says(
 @both_views
 @all_strategies
 @on_ranks(2)
-def test_second_evaluation_gathers_again_what_torch_keeps_and_may_show_stale(
+def test_second_evaluation_all_gathers_again_where_torch_keeps_parameters(
     rank: int, strategy: str, use_orig_params: bool, which: str
 ) -> None:
     """Torch saves these gathers with copies that an optimizer step in between would not reach."""
@@ -194,7 +194,7 @@ def test_replacements_that_pass_through_change_no_bit(rank: int, strategy: str) 
 
 
 @on_ranks(2)
-def test_native_path_returns_when_the_replacement_is_taken_away(rank: int) -> None:
+def test_native_path_returns_when_a_replacement_is_removed(rank: int) -> None:
     model = build("fsdp_c")
     with calls() as seen:
         step(model, rank)
@@ -282,7 +282,9 @@ class Telling(NoopGroup):
 
 @pytest.mark.parametrize("strategy, kinds", [("FULL_SHARD", {"AG", "RS"}), ("NO_SHARD", {"AR"})])
 @on_ranks(1)
-def test_nccl_is_told_to_run_on_the_current_stream(rank: int, strategy: str, kinds: set[str]) -> None:
+def test_collectives_are_not_async_so_nccl_runs_on_the_current_stream(
+    rank: int, strategy: str, kinds: set[str]
+) -> None:
     group = Telling()
     model = build("fsdp_c", strategy, process_group=group)
     group.options.clear()

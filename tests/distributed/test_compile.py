@@ -82,7 +82,7 @@ def test_compiled_training_equals_eager_and_compiles_once(rank, where):
 
 
 @on_ranks(2)
-def test_what_is_compiled_is_the_users(rank):
+def test_only_code_of_the_user_is_compiled(rank):
     from torch._dynamo import utils
 
     losses("outside", rank)

@@ -48,7 +48,7 @@ def move(model: Any) -> None:
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_model_that_moves_trains_as_one_that_stays(
+def test_moved_model_trains_as_an_unmoved_one(
     rank: int, use_orig_params: bool, strategy: str, mixed: bool
 ) -> None:
     """Before the first step, between steps, between a forward and its backward, and after an
@@ -77,7 +77,7 @@ def test_model_that_moves_trains_as_one_that_stays(
 
 @both_views
 @on_ranks(2)
-def test_what_is_written_into_a_moved_flat_parameter_is_what_is_gathered(use_orig_params: bool) -> None:
+def test_writes_to_a_moved_flat_parameter_are_all_gathered(use_orig_params: bool) -> None:
     model = build(use_orig_params)
     for handle in model._all_handles:
         handle.flat_param_to(device(), copy=True)
@@ -87,7 +87,7 @@ def test_what_is_written_into_a_moved_flat_parameter_is_what_is_gathered(use_ori
 
 
 @on_ranks(2)
-def test_original_parameters_follow_and_keep_their_edits(rank: int) -> None:
+def test_original_parameters_move_with_their_edits(rank: int) -> None:
     model = build()
     loss_of(model, rank, 0).backward()
     model.zero_grad()
@@ -184,7 +184,7 @@ def test_gradients_go_to_another_dtype_with_the_parameters(
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_gradients_that_the_user_has_replaced_or_cleared_go_along(rank: int, strategy: str) -> None:
+def test_replaced_and_cleared_gradients_move_with_the_parameters(rank: int, strategy: str) -> None:
     model = build(strategy=strategy)
     backward(model, rank, 0)
     cleared, replaced, *_ = [param for param in model.parameters() if param.grad is not None]
@@ -211,9 +211,7 @@ def test_gradients_that_the_user_has_replaced_or_cleared_go_along(rank: int, str
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_move_to_where_the_model_is_changes_no_backward(
-    rank: int, use_orig_params: bool, strategy: str
-) -> None:
+def test_move_to_the_same_device_changes_no_backward(rank: int, use_orig_params: bool, strategy: str) -> None:
     found = []
     for moves in (False, True):
         model = build(use_orig_params, strategy)
@@ -231,9 +229,7 @@ def test_move_to_where_the_model_is_changes_no_backward(
 
 @pytest.mark.parametrize("after", [False, None])
 @on_ranks(2)
-def test_units_summoned_one_by_one_before_the_first_step_do_not_become_roots(
-    rank: int, after: bool | None
-) -> None:
+def test_units_summoned_one_by_one_do_not_become_roots(rank: int, after: bool | None) -> None:
     """As LoRA weights are collected: each inner unit by itself, which is said not to be a root then."""
     model, whole = build(), {}
     for name, unit in model.module.named_modules():
@@ -252,7 +248,7 @@ def test_units_summoned_one_by_one_before_the_first_step_do_not_become_roots(
 
 
 @on_ranks(2)
-def test_unit_that_ran_by_itself_can_join_a_tree_once_it_is_said_to_be_no_root(rank: int) -> None:
+def test_unit_that_ran_alone_joins_a_tree_after_is_root_is_set_to_false(rank: int) -> None:
     model = build()
     inner = FSDP.fsdp_modules(model)[1]
     inner(torch.ones(2, WIDTH))
@@ -266,7 +262,7 @@ def test_unit_that_ran_by_itself_can_join_a_tree_once_it_is_said_to_be_no_root(r
 
 
 @on_ranks(2)
-def test_root_that_is_set_to_none_is_decided_anew(rank: int) -> None:
+def test_is_root_set_to_none_is_determined_again(rank: int) -> None:
     model = build()
     expected = loss_of(model, rank, 0).detach()
     model._is_root = None

@@ -447,7 +447,7 @@ ONLY_ON = {"X-086": 1, "X-141 size": 1, "X-171": 1}  # the rank on which torch s
 
 @pytest.mark.parametrize("row_id", [row.id for row in ROWS])
 @on_ranks(2)
-def test_ranks_are_told_in_torchs_words(rank: int, row_id: str) -> None:
+def test_errors_and_warnings_begin_with_torchs_words(rank: int, row_id: str) -> None:
     row = next(row for row in ROWS if row.id == row_id)
     if ONLY_ON.get(row_id, rank) == rank:
         check(row)

@@ -85,7 +85,9 @@ WRONG: dict[str, tuple[Callable[[FSDP, int], None], type[Exception], dict[str, A
 
 @pytest.mark.parametrize("wrong", WRONG)
 @on_ranks(2)
-def test_error_comes_before_the_collective_and_names_the_rank(rank: int, world_size: int, wrong: str) -> None:
+def test_error_is_raised_before_the_collective_and_names_the_rank(
+    rank: int, world_size: int, wrong: str
+) -> None:
     act, kind, arguments = WRONG[wrong]
     model = build(**arguments)
     with torch.no_grad():

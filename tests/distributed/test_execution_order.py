@@ -68,7 +68,7 @@ def gathered(seen: list[Any]) -> list[int]:
 
 
 @on_ranks(2)
-def test_another_order_on_another_rank_is_an_error_that_names_both(rank: int) -> None:
+def test_forward_order_that_differs_across_ranks_is_an_error_naming_both(rank: int) -> None:
     model = checked()
     with pytest.raises(
         RuntimeError,
@@ -112,7 +112,7 @@ def test_the_first_iteration_compares_each_unit_before_its_gather(world_size: in
 
 
 @on_ranks(2)
-def test_an_all_gather_that_was_replaced_and_fills_nothing_accuses_nobody() -> None:
+def test_replaced_all_gather_that_fills_nothing_raises_no_order_error() -> None:
     model = checked()
 
     def send_nothing(output: Tensor, *args: Any, **kwargs: Any) -> None:

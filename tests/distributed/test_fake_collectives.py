@@ -72,7 +72,7 @@ def test_all_reduces_stay_real() -> None:
 
 
 @on_ranks(2)
-def test_a_fake_gather_repeats_the_own_shard() -> None:
+def test_a_fake_all_gather_repeats_the_local_shard() -> None:
     with mock.patch.dict("os.environ", {GATHER: "1"}):
         model = wrap()
     with model.summon_full_params(model):

@@ -54,7 +54,7 @@ def build(strategy: str = "FULL_SHARD", use_orig_params: bool = True, **argument
 @both_views
 @all_strategies
 @on_ranks(2)
-def test_registered_method_computes_what_the_plain_module_does(
+def test_registered_method_equals_the_plain_modules(
     rank: int, strategy: str, use_orig_params: bool, registered: str
 ) -> None:
     model, reference = build(strategy, use_orig_params), plain()
@@ -181,7 +181,7 @@ def test_registering_twice_is_registering_once() -> None:
 
 
 @on_ranks(1)
-def test_what_cannot_be_registered_is_refused() -> None:
+def test_register_forward_method_refuses_missing_methods_and_plain_modules() -> None:
     with pytest.raises(ValueError, match="wrap it first"):
         register_forward_method(nn.Linear(2, 2), "extra_repr")
     model = FSDP(plain())

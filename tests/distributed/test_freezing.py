@@ -148,7 +148,7 @@ def test_frozen_and_zeroed_parameters_train_as_the_plain_model(
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_a_model_that_goes_in_inference_mode_leaves_nothing(use_orig_params: bool, strategy: str) -> None:
+def test_a_model_freed_in_inference_mode_leaves_no_storage(use_orig_params: bool, strategy: str) -> None:
     """The views release their history in inference mode too."""
     before = settled_nbytes()
     model = sharded(strategy=strategy, use_orig_params=use_orig_params)
@@ -172,7 +172,7 @@ class OneOfTwo(nn.Module):
 
 @both_views
 @on_ranks(2)
-def test_a_gradient_that_is_zero_by_itself_is_not_taken_for_one_that_was_zeroed(
+def test_a_zero_gradient_is_not_taken_for_a_zeroed_one(
     use_orig_params: bool,
 ) -> None:
     from fsdp_c import FullyShardedDataParallel

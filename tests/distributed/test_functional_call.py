@@ -192,7 +192,7 @@ def check_refused(swap: Callable[[FSDP], None], rank: int, steps: int, **argumen
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_what_is_swapped_in_for_a_call_is_refused_before_anything_is_changed(
+def test_functional_call_on_a_unit_is_refused_before_any_change(
     rank: int, use_orig_params: bool, strategy: str
 ) -> None:
     for swap in SWAPS:
@@ -202,12 +202,12 @@ def test_what_is_swapped_in_for_a_call_is_refused_before_anything_is_changed(
 
 @all_strategies
 @on_ranks(2)
-def test_whole_values_are_refused_on_each_rank_alike(rank: int, strategy: str) -> None:
+def test_functional_call_with_unsharded_values_is_refused_on_all_ranks(rank: int, strategy: str) -> None:
     check_refused(whole_tensors, rank, 1, strategy=strategy)
 
 
 @on_ranks(2)
-def test_precisions_offload_and_segments_refuse_it_too(rank: int) -> None:
+def test_functional_call_is_refused_with_mixed_precision_offload_and_segments(rank: int) -> None:
     for arguments in (
         {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
         {"cpu_offload": CPUOffload(True)},
@@ -229,7 +229,7 @@ def test_precisions_offload_and_segments_refuse_it_too(rank: int) -> None:
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_the_units_own_parameters_may_be_passed(strategy: str, use_orig_params: bool) -> None:
+def test_functional_call_with_the_units_own_parameters_works(strategy: str, use_orig_params: bool) -> None:
     model, expected = wrap(plain(), strategy, use_orig_params=use_orig_params), plain()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, expected)]
     for _ in range(3):
@@ -243,9 +243,7 @@ def test_the_units_own_parameters_may_be_passed(strategy: str, use_orig_params: 
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_inside_summon_full_params_a_call_takes_what_it_is_given(
-    strategy: str, use_orig_params: bool
-) -> None:
+def test_functional_call_inside_summon_full_params_works(strategy: str, use_orig_params: bool) -> None:
     model, expected = wrap(plain(), strategy, use_orig_params=use_orig_params), plain()
     before = full(model)
     halves = halved(full(expected))
@@ -257,7 +255,7 @@ def test_inside_summon_full_params_a_call_takes_what_it_is_given(
 
 @all_strategies
 @on_ranks(2)
-def test_without_original_parameters_whole_ones_by_name_are_right_or_refused(strategy: str) -> None:
+def test_functional_call_without_use_orig_params_is_right_or_refused(strategy: str) -> None:
     """Parameters always are; of plain tensors nobody tells, and one forward in eight looks."""
     model, expected = wrap(plain(), strategy, use_orig_params=False), plain()
     before, right = full(model), 0
@@ -398,7 +396,7 @@ def test_an_evaluation_of_averaged_weights_leaves_the_weights(strategy: str) -> 
 
 
 @on_ranks(2)
-def test_it_does_in_low_precision_with_offload_and_in_large_units() -> None:
+def test_averaged_weights_in_low_precision_with_offload_and_in_large_units() -> None:
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for put_in in AVERAGES:
         compare_average(put_in, mixed_precision=low)
@@ -408,7 +406,7 @@ def test_it_does_in_low_precision_with_offload_and_in_large_units() -> None:
 
 @both_views
 @on_ranks(2)
-def test_an_evaluation_inside_an_accumulation_sees_what_was_put_in(use_orig_params: bool) -> None:
+def test_an_evaluation_inside_an_accumulation_uses_averaged_weights(use_orig_params: bool) -> None:
     """Under SHARD_GRAD_OP no_sync keeps parameters gathered."""
     for put_in in (copy_data, assign_data):
         model, expected = wrap(plain(), "SHARD_GRAD_OP", use_orig_params=use_orig_params), plain()
@@ -486,9 +484,7 @@ COMPUTED = [parametrized, weight_norm, spectral_norm, new_weight_norm, pruned]
 
 @all_strategies
 @on_ranks(2)
-def test_what_computes_a_weight_is_right_before_wrapping_and_refused_after_it(
-    rank: int, strategy: str
-) -> None:
+def test_parametrizations_work_before_wrapping_and_are_refused_after_it(rank: int, strategy: str) -> None:
     for compute in COMPUTED:
         for use_orig_params in (True, False):
             models = []

@@ -46,7 +46,7 @@ def test_only_own_tensors_that_are_on_the_cpu_are_moved() -> None:
 
 @pytest.mark.parametrize("ignored", [True, False], ids=["ignored", "own"])
 @on_ranks(2)
-def test_meta_buffer_of_an_ignored_module_does_not_count(ignored: bool) -> None:
+def test_meta_buffers_of_ignored_modules_are_not_initialised(ignored: bool) -> None:
     """With one of its own on the meta device a unit is initialised, and param_init_fn called."""
     model = plain(blocks=1)
     model.blocks[0].scale = model.blocks[0].scale.to("meta")

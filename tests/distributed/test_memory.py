@@ -164,7 +164,7 @@ def test_a_dropped_model_that_knows_itself_gives_its_storage_back(use_orig_param
 
 
 @on_ranks(2)
-def test_backward_of_a_model_that_is_gone_is_refused() -> None:
+def test_backward_of_a_freed_model_is_refused() -> None:
     from fsdp_c import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), device_id=device())

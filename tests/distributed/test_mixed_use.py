@@ -97,7 +97,7 @@ def refused(what: str, use_orig_params: bool, stepped: bool) -> None:
 
 @both_views
 @on_ranks(2)
-def test_what_cannot_work_names_the_remedy(use_orig_params: bool) -> None:
+def test_torchs_functions_on_our_units_name_install(use_orig_params: bool) -> None:
     for what in REFUSED:
         refused(what, use_orig_params, stepped=True)
     for what in BEFORE_A_STEP:
@@ -105,7 +105,7 @@ def test_what_cannot_work_names_the_remedy(use_orig_params: bool) -> None:
 
 
 @on_ranks(2)
-def test_settings_work() -> None:
+def test_torchs_state_dict_type_sets_that_of_our_units() -> None:
     trained = Trained(use_orig_params=True, stepped=True)
     model = trained.model
     assert TorchFSDP.fsdp_modules(model) == FSDP.fsdp_modules(model)
@@ -164,7 +164,7 @@ def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @on_ranks(2, label="installs")  # refused where other tests have live units of torch
-def test_all_of_it_works_once_installed() -> None:
+def test_torchs_functions_on_our_units_work_after_install() -> None:
     fsdp_c.install()
     try:
         for what, call in REFUSED.items():
@@ -189,5 +189,5 @@ def test_all_of_it_works_once_installed() -> None:
         fsdp_c.uninstall()
 
 
-def test_units_do_not_claim_what_torch_looks_for() -> None:
+def test_units_lack_the_attribute_of_torchs_managed_units() -> None:
     assert not hasattr(FSDP.__new__(FSDP), "_zero_scalar")

@@ -105,7 +105,7 @@ def plain_reference(kind: str, world_size: int) -> tuple[nn.Module, Any]:
 @all_optimizers
 @both_views
 @on_ranks(2)
-def test_full_state_and_what_is_loaded_from_it_equal_torchs(rank, use_orig_params, kind):
+def test_full_state_and_state_to_load_equal_torchs(rank, use_orig_params, kind):
     results = []
     for which in ("torch", "fsdp_c"):
         model, optimizer = trained(use_orig_params, rank, kind, which=which)
@@ -342,7 +342,7 @@ def test_flat_state_of_other_names_on_another_rank_is_refused(rank):
 @pytest.mark.parametrize("form", ["full", "sharded", "dtensor", "rank 0", "scattered"])
 @both_views
 @on_ranks(2)
-def test_training_goes_on_as_if_nothing_had_happened(rank, use_orig_params, form):
+def test_training_resumes_bitwise_from_each_form_of_state(rank, use_orig_params, form):
     mesh = form == "dtensor"
     model, optimizer = trained(use_orig_params, rank, mesh=mesh)
     kind = SHARDED if form in ("sharded", "dtensor") else FULL
@@ -421,7 +421,7 @@ def test_state_of_four_ranks_loads_on_two(rank, use_orig_params):
 
 @both_views
 @on_ranks(2)
-def test_state_of_a_plain_model_is_rekeyed_and_loaded_and_given_back(world_size, use_orig_params):
+def test_state_of_a_plain_model_is_rekeyed_loaded_and_rekeyed_back(world_size, use_orig_params):
     plain, plain_optimizer = plain_reference("adam", world_size)
     by_id = plain_optimizer.state_dict()
     FSDP = implementation("fsdp_c")
@@ -448,9 +448,7 @@ def test_state_of_a_plain_model_is_rekeyed_and_loaded_and_given_back(world_size,
 @both_views
 @pytest.mark.parametrize("form", ["full", "rank 0", "sharded", "named"])
 @on_ranks(2)
-def test_names_that_the_optimizer_has_not_are_refused_in_groups_and_passed_through_in_state(
-    rank, use_orig_params, form
-):
+def test_unknown_names_are_refused_in_groups_and_passed_through_in_state(rank, use_orig_params, form):
     """Parameters outside of units may be named in the state."""
     kind = SHARDED if form == "sharded" else FULL
     config = FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False) if form == "rank 0" else None
@@ -580,7 +578,7 @@ def snapshot(value: Any) -> Any:
 @both_views
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 @on_ranks(2)
-def test_what_is_given_is_neither_changed_nor_shared(rank, kind, use_orig_params, mesh):
+def test_given_state_is_neither_changed_nor_aliased(rank, kind, use_orig_params, mesh):
     """Later steps do not change the result either. Ignored parameters belong to the optimizer too."""
     model = net()
     model = wrap(model, use_orig_params, mesh=mesh, ignored_modules=[model.inp])
@@ -663,7 +661,7 @@ def train_in_bfloat16(model: Any, optimizer: Masters, seed: int) -> None:
 @pytest.mark.parametrize("how", ["full", "sharded", "checkpoint"])
 @both_views
 @on_ranks(2)
-def test_state_of_another_dtype_than_the_parameters_goes_on_to_the_bit(
+def test_state_of_another_dtype_than_the_parameters_resumes_bitwise(
     rank: int, use_orig_params: bool, how: str, tmp_path: Path
 ) -> None:
     model, optimizer = masters(use_orig_params, 0)

@@ -334,7 +334,9 @@ SOME = Program(0, [[1], [0, 2, 0]])
 
 @both_views
 @on_ranks(2)
-def test_gradients_of_what_no_rank_ran_are_zeros_and_add_up(rank: int, use_orig_params: bool) -> None:
+def test_optional_units_that_no_rank_ran_get_zero_gradients_that_accumulate(
+    rank: int, use_orig_params: bool
+) -> None:
     model = optional_model(use_orig_params)
     experts = [unit for unit in FSDP.fsdp_modules(model) if isinstance(unit.module, Expert)]
     model(batch(rank), NOTHING).sum().backward()
@@ -395,7 +397,7 @@ def test_all_ranks_call_the_same_collectives(
 
 
 @on_ranks(2)
-def test_they_are_gathered_and_reduced_with_the_unit_around(rank: int) -> None:
+def test_optional_units_are_all_gathered_and_reduced_with_their_parent(rank: int) -> None:
     """Sizes tell units apart: a layer has 30 elements, an expert 77, the root 30."""
     torch.manual_seed(0)
     layer = Layer(None, False)
@@ -410,7 +412,7 @@ def test_they_are_gathered_and_reduced_with_the_unit_around(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_they_stay_gathered_under_shard_grad_op(rank: int) -> None:
+def test_optional_units_stay_unsharded_under_shard_grad_op(rank: int) -> None:
     model = optional_model(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     units = len(FSDP.fsdp_modules(model))
     for program in (SOME, NOTHING):
@@ -420,7 +422,7 @@ def test_they_stay_gathered_under_shard_grad_op(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_only_those_of_one_unit_around_are_gathered_at_a_time(rank: int) -> None:
+def test_optional_units_of_one_parent_are_unsharded_at_a_time(rank: int) -> None:
     model = optional_model(forward_prefetch=False)
     before, most = settled_nbytes(), []
     layers = model.module.layers
@@ -442,7 +444,7 @@ def test_only_those_of_one_unit_around_are_gathered_at_a_time(rank: int) -> None
 
 
 @on_ranks(2)
-def test_without_a_mark_units_are_gathered_when_they_run(rank: int) -> None:
+def test_units_that_are_not_optional_are_all_gathered_when_they_run(rank: int) -> None:
     torch.manual_seed(0)
     model = FSDP(Layer(None, False), auto_wrap_policy=ModuleWrapPolicy({Expert}), device_id=device())
     expert, around = (unit._handle.layout.padded_numel for unit in (model.module.experts[0], model))
@@ -467,7 +469,7 @@ class Switch(nn.Module):
 
 
 @on_ranks(2)
-def test_what_the_unit_around_returns_may_be_what_an_optional_one_does(rank: int) -> None:
+def test_a_unit_may_return_the_output_of_an_optional_unit_unchanged(rank: int) -> None:
     grads = []
     for kinds in ({Switch, nn.Sequential, Expert}, {Switch}):
         torch.manual_seed(0)
@@ -485,7 +487,7 @@ def test_what_the_unit_around_returns_may_be_what_an_optional_one_does(rank: int
 
 
 @on_ranks(2)
-def test_a_backward_inside_of_a_forward_reduces_what_it_came_to(rank: int) -> None:
+def test_a_backward_inside_a_forward_reduces_optional_units_it_reached(rank: int) -> None:
     grads = []
     for program in (SOME, NOTHING):
         model = optional_model()
@@ -505,7 +507,7 @@ def test_a_backward_inside_of_a_forward_reduces_what_it_came_to(rank: int) -> No
 
 
 @on_ranks(2)
-def test_nobody_is_warned_of_what_did_not_run(rank: int) -> None:
+def test_skipped_optional_units_cause_no_warning(rank: int) -> None:
     with debug_level(dist.DebugLevel.DETAIL):  # validates the order of units
         model = optional_model()
     with warnings.catch_warnings():
@@ -530,7 +532,7 @@ def test_optimizers_in_backward_step_on_all_ranks(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_communication_hooks_are_called_for_what_did_not_run(rank: int) -> None:
+def test_communication_hooks_are_called_for_skipped_optional_units(rank: int) -> None:
     model = optional_model()
     called = []
 
@@ -628,7 +630,7 @@ def test_a_mark_is_copied_with_its_module() -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_mark_different_modules_are_told(rank: int) -> None:
+def test_ranks_that_mark_different_modules_optional_are_refused(rank: int) -> None:
     net = Model()
     if rank == 0:
         fsdp_c.optional(net.layers[1].experts[0])
@@ -638,7 +640,7 @@ def test_ranks_that_mark_different_modules_are_told(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_unit_runs_inside_the_forward_of_the_one_around(rank: int) -> None:
+def test_an_optional_unit_called_outside_its_parents_forward_is_refused(rank: int) -> None:
     model = optional_model()
     expert = model.module.layers[0].module.experts[1]
     model(batch(rank), SOME).sum().backward()
@@ -653,7 +655,7 @@ def test_a_unit_runs_inside_the_forward_of_the_one_around(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_its_gradient_comes_through_the_outputs_of_the_one_around(rank: int) -> None:
+def test_a_backward_from_a_kept_output_of_an_optional_unit_is_refused(rank: int) -> None:
     model = optional_model()
     kept: list[Tensor] = []
     expert = model.module.layers[0].module.experts[1]

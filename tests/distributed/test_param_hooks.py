@@ -204,7 +204,7 @@ def replace_accumulated(param: Tensor) -> None:
 @pytest.mark.parametrize("hook", [double, zero, double_accumulated, replace_accumulated])
 @pytest.mark.parametrize("unsynchronised", [False, True])
 @on_ranks(2)
-def test_what_a_hook_makes_of_the_gradient_is_reduced(
+def test_a_gradient_changed_by_a_hook_is_reduced(
     rank: int, strategy: str, hook: Callable[[Tensor], Tensor | None], unsynchronised: bool
 ) -> None:
     def body(fsdp: Any, rank: int, trace: Trace) -> None:
@@ -318,7 +318,7 @@ def forget_grad(param: Tensor) -> None:
 
 
 @on_ranks(2)
-def test_a_gradient_that_a_hook_takes_away_before_the_reduction_is_refused(rank: int) -> None:
+def test_grad_set_to_none_by_a_hook_before_the_reduction_is_refused(rank: int) -> None:
     model = build(implementation("fsdp_c"))
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(forget_grad)
@@ -328,7 +328,7 @@ def test_a_gradient_that_a_hook_takes_away_before_the_reduction_is_refused(rank:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_a_gradient_that_a_hook_takes_away_under_no_sync_is_gone(rank: int, strategy: str) -> None:
+def test_grad_set_to_none_by_a_hook_under_no_sync_stays_none(rank: int, strategy: str) -> None:
     def body(fsdp: Any, rank: int, trace: Trace) -> None:
         model = build(fsdp, strategy=strategy)
         handles = [param.register_post_accumulate_grad_hook(forget_grad) for param in model.parameters()]
@@ -344,7 +344,7 @@ def test_a_gradient_that_a_hook_takes_away_under_no_sync_is_gone(rank: int, stra
 
 
 @on_ranks(2)
-def test_parameters_in_a_backward_hook_are_all_there_and_without_gradients(rank: int) -> None:
+def test_named_parameters_in_a_backward_hook_have_no_gradients(rank: int) -> None:
     """Parameters are read in a hook of the root's own layer, after the inner unit was reduced."""
     seen = {}
     for which in ("torch", "fsdp_c"):

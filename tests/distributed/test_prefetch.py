@@ -65,9 +65,7 @@ def traced_backward(model: Any) -> list[str]:
 )
 @pytest.mark.parametrize("late", [False, True], ids=["before_lazy_init", "after_lazy_init"])
 @on_ranks(2)
-def test_the_backward_gathers_as_many_units_ahead_as_the_limit_says(
-    late: bool, limit: int, expected: str
-) -> None:
+def test_backward_prefetch_limit(late: bool, limit: int, expected: str) -> None:
     model = chain(backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
     if late:
         traced_backward(model)
@@ -79,7 +77,7 @@ def test_the_backward_gathers_as_many_units_ahead_as_the_limit_says(
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 9])
 @on_ranks(2)
-def test_the_forward_gathers_as_many_units_ahead_as_the_limit_says(limit: int) -> None:
+def test_forward_prefetch_limit(limit: int) -> None:
     model = chain(forward_prefetch=True)
     model._exec_order_data._forward_prefetch_limit = limit
     traced_backward(model)  # the order is that of the first iteration
@@ -93,7 +91,7 @@ def test_the_forward_gathers_as_many_units_ahead_as_the_limit_says(limit: int) -
 
 
 @on_ranks(2)
-def test_a_limit_is_a_count() -> None:
+def test_prefetch_limits_that_are_no_counts_are_refused() -> None:
     model = chain()
     traced_backward(model)
     with pytest.raises(ValueError, match="0 or more"):
@@ -103,7 +101,7 @@ def test_a_limit_is_a_count() -> None:
 
 
 @on_ranks(2)
-def test_limits_survive_a_second_lazy_init() -> None:
+def test_prefetch_limits_survive_a_second_lazy_init() -> None:
     model = chain()
     model._exec_order_data._backward_prefetch_limit = 3
     traced_backward(model)

@@ -128,7 +128,7 @@ def assert_ended_well(ends: list[End]) -> None:
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
-def test_destroyed_groups_are_gone_with_their_threads_before_the_interpreter_ends(tmp_path: Path) -> None:
+def test_destroyed_groups_end_their_threads_before_the_interpreter_ends(tmp_path: Path) -> None:
     ends = run(tmp_path)
     assert_ended_well(ends)
     for end in ends:

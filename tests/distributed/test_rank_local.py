@@ -56,7 +56,7 @@ def plain_net() -> Net:
 @pytest.mark.parametrize("kind", [TorchFSDP, FSDP])
 @both_views
 @on_ranks(2)
-def test_without_install_a_total_norm_is_each_ranks_own_and_is_told_once(
+def test_get_total_norm_without_install_is_local_and_warned_of_once(
     rank: int, use_orig_params: bool, kind: Any
 ) -> None:
     model = wrapped(kind, use_orig_params=use_orig_params)
@@ -71,7 +71,7 @@ def test_without_install_a_total_norm_is_each_ranks_own_and_is_told_once(
 
 
 @on_ranks(2)
-def test_total_norms_of_whole_gradients_are_not_told(rank: int) -> None:
+def test_get_total_norm_of_unsharded_gradients_is_not_warned_of(rank: int) -> None:
     model = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
     backward(model, rank)
     with nothing_told():
@@ -89,7 +89,7 @@ def test_total_norms_of_whole_gradients_are_not_told(rank: int) -> None:
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 3])
 @both_views
 @on_ranks(2)
-def test_total_norm_is_the_plain_modules_where_fsdp_c_is_installed(
+def test_get_total_norm_after_install_is_the_plain_modules(
     rank: int, use_orig_params: bool, norm_type: float, strategy: str
 ) -> None:
     net = averaged(plain_net(), rank)
@@ -120,9 +120,7 @@ def test_total_norm_is_the_plain_modules_where_fsdp_c_is_installed(
 
 @both_views
 @on_ranks(2)
-def test_total_norm_of_parts_and_of_other_gradients_where_fsdp_c_is_installed(
-    rank: int, use_orig_params: bool
-) -> None:
+def test_get_total_norm_after_install_of_units_and_other_gradients(rank: int, use_orig_params: bool) -> None:
     """Of one unit, of another model, of an ignored module and of a plain one, also as views of gradients."""
     plain = [averaged(plain_net(), rank) for _ in range(2)] + [
         averaged(nn.Linear(WIDTH, 2, device=device()), 3)
@@ -166,7 +164,7 @@ def test_total_norm_of_parts_and_of_other_gradients_where_fsdp_c_is_installed(
 
 
 @on_ranks(2)
-def test_a_total_norm_of_part_of_a_unit_is_refused(rank: int) -> None:
+def test_get_total_norm_of_part_of_a_unit_is_refused(rank: int) -> None:
     """The first parameter of a unit lies on rank 0 alone: rank 1 has no gradient of it, and need not call."""
     torch.manual_seed(5)
     net = nn.Sequential(nn.Linear(WIDTH, 1), nn.Linear(1, 7 * WIDTH))
@@ -187,7 +185,7 @@ def test_a_total_norm_of_part_of_a_unit_is_refused(rank: int) -> None:
 
 
 @on_ranks(4)
-def test_total_norms_where_a_rank_has_no_gradient_of_other_ranks_parameters(rank: int) -> None:
+def test_get_total_norm_where_a_rank_has_no_gradients(rank: int) -> None:
     net = averaged(plain_net(), rank)
     model = wrapped(use_orig_params=True)
     backward(model, rank)
@@ -274,7 +272,7 @@ def fused(params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(("scaler", "optimizer"), [(GradScaler, sgd), (Derived, fused)])
 @both_views
 @on_ranks(2)
-def test_without_install_a_grad_scaler_scales_each_rank_apart_and_is_told_once(
+def test_grad_scaler_without_install_is_local_and_warned_of_once(
     rank: int, use_orig_params: bool, scaler: Any, optimizer: Any
 ) -> None:
     model = wrapped(use_orig_params=use_orig_params)
@@ -291,7 +289,7 @@ def test_without_install_a_grad_scaler_scales_each_rank_apart_and_is_told_once(
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 @both_views
 @on_ranks(2)
-def test_a_grad_scaler_has_one_scale_on_all_ranks_where_fsdp_c_is_installed(
+def test_grad_scaler_after_install_has_one_scale_on_all_ranks(
     rank: int, use_orig_params: bool, strategy: str, scaler: Any, optimizer: Any
 ) -> None:
     found = []
@@ -305,7 +303,7 @@ def test_a_grad_scaler_has_one_scale_on_all_ranks_where_fsdp_c_is_installed(
 
 
 @on_ranks(2)
-def test_a_rank_without_gradients_takes_part_in_a_grad_scalers_check(rank: int) -> None:
+def test_grad_scaler_after_install_with_a_rank_without_gradients(rank: int) -> None:
     torch.manual_seed(5)
     net = nn.Sequential(nn.Linear(WIDTH, 1), nn.Linear(1, 7 * WIDTH))
     model = wrapped(net=net, use_orig_params=True)
@@ -316,7 +314,7 @@ def test_a_rank_without_gradients_takes_part_in_a_grad_scalers_check(rank: int) 
 
 
 @on_ranks(2)
-def test_a_grad_scaler_of_whole_gradients_or_plain_modules_is_left_alone(rank: int) -> None:
+def test_grad_scaler_of_unsharded_or_plain_modules_is_not_warned_of(rank: int) -> None:
     model = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
     backward(wrapped(), rank)
     for module in (model, nn.Linear(WIDTH, 2, device=device())):

@@ -110,7 +110,7 @@ def recursion_limit(limit: int) -> Iterator[None]:
 )
 @both_views
 @on_ranks(2)
-def test_units_that_call_each_other_without_end_raise_as_the_plain_module(
+def test_infinite_recursion_of_units_raises_recursion_error(
     rank: int, use_orig_params: bool, strategy: str, limit: int
 ) -> None:
     """RecursionError, also where the stack is deep; nothing stays gathered, and the next steps are clean."""
@@ -130,7 +130,7 @@ def test_units_that_call_each_other_without_end_raise_as_the_plain_module(
 
 @all_strategies
 @on_ranks(2)
-def test_a_failed_backward_that_goes_late_leaves_the_next_one_alone(rank: int, strategy: str) -> None:
+def test_a_failed_backward_freed_late_leaves_the_next_one_alone(rank: int, strategy: str) -> None:
     """On a GPU autograd's thread lets go of a backward some time after it raised: what was queued is held
     till then."""
     expected, run = uninterrupted(rank, strategy), Trained(rank, strategy)
@@ -161,7 +161,7 @@ class BrokenWork:
 
 
 @on_ranks(2)
-def test_all_units_are_reset_where_one_that_was_gathered_ahead_fails() -> None:
+def test_all_units_are_reset_when_a_prefetch_failed() -> None:
     """Two units are gathered ahead when the first layer raises; the gather of the first of them has
     failed."""
     from fsdp_c import FullyShardedDataParallel

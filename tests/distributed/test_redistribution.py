@@ -104,7 +104,7 @@ def test_gathered_tensors_are_whole(rank, world_size, rank0_only, mixed, batch_n
 
 
 @on_ranks(2)
-def test_all_to_one_rank_sends_nothing_that_stays(rank):
+def test_redistribute_to_one_rank_sends_no_elements_that_stay(rank):
     sent = []
     original = dist.all_to_all_single
     dist.all_to_all_single = lambda out, data, *args, **kwargs: (
@@ -141,7 +141,7 @@ def test_ranges_are_joined_alike_where_the_op_cannot_reach(shapes):
         assert torch.equal(one, other)
 
 
-def test_what_a_rank_has_nothing_of_costs_no_launch():
+def test_empty_pieces_of_a_rank_cost_no_launch():
     """On a device launches cost time, and most pieces for one of many ranks are empty."""
     source, like = torch.arange(4.0), torch.empty(0)
     with mock.patch.object(torch, "cat", wraps=torch.cat) as cat:
@@ -154,7 +154,7 @@ def test_what_a_rank_has_nothing_of_costs_no_launch():
 
 @pytest.mark.parametrize("numels", [(11,), (4, 7)], ids=["one parameter", "two parameters"])
 @on_ranks(2)
-def test_a_shard_is_sent_from_where_it_lies_and_one_parameter_received_where_it_stays(rank, numels):
+def test_gather_flat_copies_neither_the_shard_nor_a_single_parameter(rank, numels):
     shard, seen = torch.arange(6.0) + 6 * rank, []
     sources = [[Partition(numel, 6, offset) for numel, offset in zip(numels, (0, 4), strict=False)]]
     all_gather = redistribution._all_gather_single

@@ -169,7 +169,7 @@ def test_names_that_the_runtime_does_not_call_are_refused() -> None:
 
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", "forward"])
 @on_ranks(2)
-def test_replaced_choice_of_what_is_gathered_ahead_is_asked_and_heeded(rank: int, prefetch: str) -> None:
+def test_replaced_get_handle_to_prefetch_chooses_the_prefetched_unit(rank: int, prefetch: str) -> None:
     """Choosing as the original does trains the same, gathers the same, and sees the states that upstream
     shows."""
     options: dict[str, Any] = {"forward_prefetch": True, "backward_prefetch": None}
@@ -205,7 +205,7 @@ def test_replaced_choice_of_what_is_gathered_ahead_is_asked_and_heeded(rank: int
 
 
 @on_ranks(2)
-def test_choice_that_gathers_nothing_or_no_handle(rank: int) -> None:
+def test_replaced_get_handle_to_prefetch_may_return_none_but_nothing_else(rank: int) -> None:
     expected = trained(rank, "FULL_SHARD", True)
     with mock.patch.object(_runtime_utils, "_get_handle_to_prefetch", lambda state, handle: None):
         assert_same(trained(rank, "FULL_SHARD", True), expected)
@@ -249,7 +249,7 @@ def test_replaced_registration_of_backward_hooks_is_called(
 
 
 @on_ranks(2)
-def test_outputs_are_what_the_replaced_registration_returns() -> None:
+def test_outputs_are_those_of_a_replaced_register_pre_backward_hooks() -> None:
     model = FSDP(nn.Linear(WIDTH, WIDTH), device_id=device())
     with mock.patch.object(_runtime_utils, "_register_pre_backward_hooks") as registration:
         assert model(torch.ones(2, WIDTH)) is registration.return_value
@@ -257,7 +257,7 @@ def test_outputs_are_what_the_replaced_registration_returns() -> None:
 
 
 @on_ranks(2, label="installs")  # refused where other tests have units of torch's alive
-def test_after_install_what_replaces_torchs_own_functions_is_called(rank: int) -> None:
+def test_replacements_of_torchs_functions_are_called_after_install(rank: int) -> None:
     """As upstream's tests and libraries do it: on ``torch.distributed.fsdp._runtime_utils``."""
     from torch.distributed.fsdp import _runtime_utils as torchs
 

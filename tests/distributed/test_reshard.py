@@ -209,7 +209,7 @@ def test_a_forward_after_one_without_backward_sees_each_change(
 @strategies
 @both_views
 @on_ranks(2)
-def test_it_sees_each_change_while_the_outputs_of_the_other_are_held(
+def test_a_forward_sees_each_change_while_earlier_outputs_are_held(
     strategy: str, use_orig_params: bool
 ) -> None:
     for change in CHANGES:
@@ -222,7 +222,7 @@ def test_it_sees_each_change_while_the_outputs_of_the_other_are_held(
 @both_views
 @pytest.mark.parametrize("held", [False, True], ids=["gone", "held"])
 @on_ranks(2)
-def test_under_mixed_precision_the_shard_is_cast_anew(
+def test_under_mixed_precision_the_shard_is_cast_again(
     strategy: str, use_orig_params: bool, held: bool
 ) -> None:
     for change in (step, scale_kept_data, scale_shown, load, summon):
@@ -234,7 +234,7 @@ def test_under_mixed_precision_the_shard_is_cast_anew(
 
 @strategies
 @on_ranks(2)
-def test_with_offloaded_shards_and_above_a_mebibyte_as_well(strategy: str) -> None:
+def test_a_forward_sees_each_change_of_offloaded_and_of_large_units(strategy: str) -> None:
     for arguments in (
         {"cpu_offload": CPUOffload(True)},
         {"width": LARGE},
@@ -253,7 +253,7 @@ def test_with_offloaded_shards_and_above_a_mebibyte_as_well(strategy: str) -> No
 @both_views
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @on_ranks(2)
-def test_what_was_gathered_ahead_in_vain_is_freed_with_its_forward(
+def test_unused_prefetched_units_are_freed_with_their_forward(
     strategy: str, use_orig_params: bool, grad: bool
 ) -> None:
     base = settled_nbytes()
@@ -311,7 +311,7 @@ def totals(model: FSDP) -> list[float]:
 
 @pytest.mark.parametrize("held", [False, True], ids=["gone", "held"])
 @on_ranks(2)
-def test_what_is_written_to_whole_parameters_is_saved_and_stays(held: bool) -> None:
+def test_writes_to_unsharded_parameters_are_saved_and_kept(held: bool) -> None:
     """Between a forward and its backward under SHARD_GRAD_OP; torch loses it in the backward."""
     trainers = both()
     total = float(sum(param.abs().sum() for param in plain().parameters()))
@@ -327,7 +327,7 @@ def test_what_is_written_to_whole_parameters_is_saved_and_stays(held: bool) -> N
 
 
 @on_ranks(2)
-def test_under_mixed_precision_what_was_not_written_keeps_its_bits() -> None:
+def test_unwritten_elements_keep_their_bits_under_mixed_precision() -> None:
     model = wrap(plain(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     output = model(batch())  # noqa: F841  # a backward can follow
     with torch.no_grad():
@@ -338,7 +338,7 @@ def test_under_mixed_precision_what_was_not_written_keeps_its_bits() -> None:
 
 
 @on_ranks(2)
-def test_after_an_optimizers_step_parameters_are_written_to_in_the_shard() -> None:
+def test_parameters_are_resharded_after_an_optimizer_step() -> None:
     """As weights are clipped, with the graph of a skipped backward alive."""
     trainers = both()
     for trainer in trainers:
@@ -355,7 +355,7 @@ def test_after_an_optimizers_step_parameters_are_written_to_in_the_shard() -> No
 
 
 @on_ranks(2)
-def test_whole_parameters_go_with_the_outputs_of_their_forward() -> None:
+def test_unsharded_parameters_are_freed_with_the_outputs_of_their_forward() -> None:
     model = wrap(plain())
     output = model(batch())
     assert model.a.weight.shape == (WIDTH, WIDTH) and not isinstance(model.a.weight, nn.Parameter)
@@ -370,7 +370,7 @@ def test_whole_parameters_go_with_the_outputs_of_their_forward() -> None:
 
 
 @on_ranks(2)
-def test_an_exception_or_a_move_loses_nothing_that_was_written() -> None:
+def test_an_exception_or_a_move_loses_no_writes() -> None:
     model = wrap(plain())
     for leave in (lambda: model.to(torch.float64), lambda: pytest.raises(TypeError, model, None), model.eval):
         before = copy.deepcopy(full(model))
@@ -430,7 +430,7 @@ def both_writing(*given: Any, **arguments: Any) -> tuple[Trainer, Trainer]:
 @both_views
 @pytest.mark.parametrize("recomputed", ["no", "inside", "around"])
 @on_ranks(2)
-def test_what_a_forward_writes_into_its_parameters_stays(
+def test_writes_of_a_forward_to_its_parameters_are_kept(
     strategy: str, use_orig_params: bool, recomputed: str
 ) -> None:
     """As `nn.Embedding(max_norm=...)` does, and a codebook; torch raises. A recomputation writes once
@@ -448,7 +448,9 @@ def test_what_a_forward_writes_into_its_parameters_stays(
     "arguments", [{"cpu_offload": CPUOffload(True)}, {"forward_prefetch": True}, {"split": True}]
 )
 @on_ranks(2)
-def test_so_it_does_where_parameters_are_offloaded_gathered_ahead_or_split(arguments: dict[str, Any]) -> None:
+def test_writes_of_a_forward_are_kept_with_offload_prefetch_and_split_frozen(
+    arguments: dict[str, Any],
+) -> None:
     with split_frozen() if arguments.pop("split", False) else contextlib.nullcontext():
         trainers = both_writing(**arguments)
     for trainer in trainers:
@@ -464,7 +466,7 @@ def test_so_it_does_where_parameters_are_offloaded_gathered_ahead_or_split(argum
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_under_mixed_precision_what_a_forward_has_not_changed_keeps_its_bits(
+def test_elements_that_a_forward_left_keep_their_bits_under_mixed_precision(
     strategy: str, use_orig_params: bool
 ) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16)
@@ -479,7 +481,7 @@ def test_under_mixed_precision_what_a_forward_has_not_changed_keeps_its_bits(
 
 
 @on_ranks(2)
-def test_a_unit_that_begins_to_write_late_is_refused_once(rank: int) -> None:
+def test_a_unit_whose_forward_writes_only_later_is_refused_once(rank: int) -> None:
     """Versions of all parameters are asked for after few forwards, where none has written."""
     model = both_writing("no", 6)[0].model
     with torch.no_grad():

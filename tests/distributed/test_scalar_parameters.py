@@ -174,7 +174,7 @@ def test_training_has_the_bits_of_vectors(strategy: str, use_orig_params: bool, 
 
 
 @on_ranks(2)
-def test_ranks_show_a_vector_of_one_or_no_element_between_steps() -> None:
+def test_a_scalar_is_a_vector_of_one_or_no_element_between_steps() -> None:
     model = units(Scaled(), "FULL_SHARD", True)
     told: list[Any] = [None, None]
     dist.all_gather_object(told, model.module.logit_scale.shape)

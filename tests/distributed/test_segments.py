@@ -284,7 +284,7 @@ def test_frozen_parameters_cost_no_gradient(rank: int, use_orig_params: bool) ->
 
 @both_views
 @on_ranks(2)
-def test_evaluation_and_gathering_ahead(rank: int, use_orig_params: bool) -> None:
+def test_segments_unsharded_early_evaluate_as_the_plain_model(rank: int, use_orig_params: bool) -> None:
     model, reference = wrapped("quantised", use_orig_params), plain("quantised")
     with torch.no_grad():
         for _ in range(2):
@@ -315,7 +315,7 @@ def test_sharded_states_are_exchanged_with_torchs(rank: int, use_orig_params: bo
 @all_kinds
 @both_views
 @on_ranks(2)
-def test_the_optimizers_state_goes_everywhere(
+def test_optimizer_state_of_segments_loads_with_the_other_use_orig_params(
     rank: int, world_size: int, kind: str, use_orig_params: bool
 ) -> None:
     model, reference = wrapped(kind, use_orig_params), plain(kind)
@@ -336,7 +336,7 @@ def test_the_optimizers_state_goes_everywhere(
 
 @both_views
 @on_ranks(2)
-def test_a_frozen_model_is_only_shown(use_orig_params: bool) -> None:
+def test_parameters_of_segments_are_listed_once(use_orig_params: bool) -> None:
     model = wrapped("quantised", use_orig_params)
     names = [name for name, _ in model.named_parameters()]
     assert len(names) == len(set(names))
@@ -351,7 +351,7 @@ def test_a_frozen_model_is_only_shown(use_orig_params: bool) -> None:
 
 @both_views
 @on_ranks(2)
-def test_it_moves_and_is_cast(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_segments_train_on_after_casts(rank: int, world_size: int, use_orig_params: bool) -> None:
     model, reference = wrapped("quantised", use_orig_params), plain("quantised")
     train(model, rank)
     train_plain(reference, world_size)
@@ -365,7 +365,7 @@ def test_it_moves_and_is_cast(rank: int, world_size: int, use_orig_params: bool)
 
 
 @on_ranks(2)
-def test_the_warning_of_frozen_parameters_names_the_remedy() -> None:
+def test_warning_about_frozen_parameters_names_split_frozen() -> None:
     with pytest.warns(UserWarning, match=r"wrap under fsdp_c\.wrap\.split_frozen"):
         wrapped("lora", True, split=False)
 

@@ -158,7 +158,7 @@ def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(rank: i
 
 @pytest.mark.parametrize("how", ["unscale_", "step", "fused"])
 @on_ranks(2)
-def test_what_was_found_has_the_shape_of_torchs(rank: int, how: str) -> None:
+def test_found_inf_per_device_equals_torchs(rank: int, how: str) -> None:
     shapes = {}
     for name, scaler_class in SCALERS.items():
         model = build(name, mixed_precision=None)

@@ -405,7 +405,7 @@ def test_local_values_are_views_of_the_shard():
 @both_forms
 @pytest.mark.parametrize("direction", ["torch to fsdp_c", "fsdp_c to torch", "fsdp_c to fsdp_c"])
 @on_ranks(4)
-def test_dcp_checkpoint_is_exchanged_and_divided_anew(rank, mesh, direction, tmp_path):
+def test_dcp_checkpoint_is_exchanged_and_resharded(rank, mesh, direction, tmp_path):
     """Four ranks save and two load, in separate groups."""
     source_name, target_name = direction.split(" to ")
     path = str(tmp_path)

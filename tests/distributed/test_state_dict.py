@@ -149,7 +149,7 @@ def test_copies_on_every_rank_are_warned_of_once_per_save(use_orig_params: bool)
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_rank0_only_leaves_other_ranks_what_no_unit_manages(
+def test_rank0_only_keeps_unmanaged_entries_on_the_other_ranks(
     rank: int, strategy: str, use_orig_params: bool
 ) -> None:
     module = plain()
@@ -225,7 +225,7 @@ class Unread:
 
 @both_views
 @on_ranks(2)
-def test_tensors_that_stand_for_files_are_read_one_at_a_time(use_orig_params: bool) -> None:
+def test_lazy_tensors_of_files_are_read_one_at_a_time(use_orig_params: bool) -> None:
     Unread.most_alive = 0
     saved = plain(seed=1).state_dict()
     model = wrap(plain(), use_orig_params)
@@ -308,7 +308,7 @@ FORMS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
 @pytest.mark.parametrize("change", [in_forward, after_forward, removed, replaced])
 @both_views
 @on_ranks(2)
-def test_buffers_that_come_later_are_saved_as_by_torch(
+def test_buffers_registered_after_wrapping_are_saved_as_by_torch(
     change: Callable[[list[Any]], None], form: str, use_orig_params: bool
 ) -> None:
     def built(which: str) -> Any:
@@ -344,7 +344,7 @@ def test_buffers_that_come_later_are_saved_as_by_torch(
 
 @pytest.mark.parametrize("is_watched", [False, True])
 @on_ranks(2)
-def test_loads_leave_buffers_and_words_as_those_of_the_plain_module(is_watched: bool) -> None:
+def test_loads_give_the_buffers_and_errors_of_the_plain_module(is_watched: bool) -> None:
     seen: dict[str, list[str]] = {"plain": [], "fsdp_c": []}
 
     def loaded(which: str) -> tuple[dict[str, Tensor], list[list[str]], str]:
@@ -382,7 +382,7 @@ def test_loads_leave_buffers_and_words_as_those_of_the_plain_module(is_watched: 
 
 
 @on_ranks(2)
-def test_what_a_script_puts_on_a_unit_inside_sees_no_buffer_missing() -> None:
+def test_load_hooks_of_an_inner_unit_see_its_buffers() -> None:
     model, found, missing = wrap(plain()), [], []
     block = model.blocks[0].module
     loads = block._load_from_state_dict

@@ -189,7 +189,7 @@ def values_elsewhere(kind: StateDictType, use_orig_params: bool) -> dict[str, An
 @both_views
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2, timeout_s=180)
-def test_state_is_got_and_loaded_wherever_units_are_idle(rank, kind, use_orig_params):
+def test_state_dict_and_load_wherever_units_are_idle(rank, kind, use_orig_params):
     source = built("fsdp_c", use_orig_params, seed=1)
     state, whole = got(source, KINDS[kind]), plain_values(got(source, FULL))
     for place in IDLE:
@@ -231,7 +231,7 @@ def test_state_is_refused_inside_forward_and_backward(rank, kind, use_orig_param
 @both_views
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @on_ranks(2, timeout_s=180)
-def test_state_is_got_inside_every_summon(rank, kind, use_orig_params):
+def test_state_dict_inside_every_summon(rank, kind, use_orig_params):
     expected = values_elsewhere(KINDS[kind], use_orig_params)
     for arguments in summons(use_orig_params):
         hidden = arguments["rank0_only"] and rank != 0
@@ -251,7 +251,7 @@ def test_state_is_got_inside_every_summon(rank, kind, use_orig_params):
 
 @both_views
 @on_ranks(2)
-def test_rank_0_alone_gets_full_state_inside_summon_where_it_alone_is_shown_it(rank, use_orig_params):
+def test_full_state_inside_summon_with_rank0_only(rank, use_orig_params):
     expected = values_elsewhere(FULL, use_orig_params)
     model = built("fsdp_c", use_orig_params)
     with (
@@ -281,7 +281,7 @@ def test_state_inside_summon_has_the_edits(use_orig_params, kind):
 @both_views
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @on_ranks(2, timeout_s=180)
-def test_state_is_loaded_inside_every_summon_into_what_is_shown(rank, kind, use_orig_params):
+def test_state_is_loaded_into_the_summoned_parameters(rank, kind, use_orig_params):
     source = built("fsdp_c", use_orig_params, seed=1)
     state, whole = got(source, KINDS[kind]), plain_values(got(source, FULL))
     before = values_elsewhere(FULL, use_orig_params)
@@ -322,7 +322,7 @@ def test_local_state_is_refused_inside_summon_and_nothing_is_changed(use_orig_pa
 @both_views
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @on_ranks(2, timeout_s=180)
-def test_optimizer_state_is_got_and_made_loadable_as_torch_does(rank, kind, use_orig_params):
+def test_optim_state_dict_at_each_place_equals_torchs(rank, kind, use_orig_params):
     """Also where the modules' parameters are not those that the optimizer holds: where they are summoned both
     refuse, inside a forward torch does."""
 

@@ -37,7 +37,7 @@ def summon(model: Any, **options: Any) -> Any:
 
 @both_views
 @on_ranks(2)
-def test_parameters_are_shown_in_full_precision_under_mixed_precision(use_orig_params: bool) -> None:
+def test_summoned_parameters_are_in_full_precision_under_mixed_precision(use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params, mixed_precision=MixedPrecision(torch.bfloat16))
     model(torch.ones(2, WIDTH))
     with summon(model):
@@ -87,7 +87,7 @@ def test_parameters_that_are_moved_and_moved_back_train_on(
 
 @both_views
 @on_ranks(2)
-def test_rank0_only_shows_the_other_ranks_their_shards(rank: int, use_orig_params: bool) -> None:
+def test_rank0_only_leaves_shards_on_the_other_ranks(rank: int, use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params)
     sharded = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in shown(model).items()}
     with summon(model, rank0_only=True, writeback=False):
@@ -97,7 +97,7 @@ def test_rank0_only_shows_the_other_ranks_their_shards(rank: int, use_orig_param
 
 @both_views
 @on_ranks(2)
-def test_offload_to_cpu_shows_all_values_on_the_cpu_and_keeps_edits(
+def test_offload_to_cpu_summons_on_the_cpu_and_keeps_edits(
     use_orig_params: bool,
 ) -> None:
     model = wrap(plain(), use_orig_params)
@@ -164,7 +164,7 @@ def test_ranks_without_a_gradient_are_counted_in_integers(dtype: torch.dtype) ->
 
 
 @on_ranks(2)
-def test_rank0_only_shows_full_gradients_on_rank_0_alone(rank: int) -> None:
+def test_rank0_only_summons_full_gradients_on_rank_0_alone(rank: int) -> None:
     model = wrap(plain())
     model(torch.ones(2, WIDTH)).sum().backward()
     sharded = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
@@ -180,7 +180,7 @@ def test_rank0_only_shows_full_gradients_on_rank_0_alone(rank: int) -> None:
 
 @both_views
 @on_ranks(2)
-def test_without_recurse_only_the_unit_itself_is_shown(use_orig_params: bool) -> None:
+def test_summon_without_recurse_unshards_only_the_unit_itself(use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params)
     with summon(model, recurse=False):
         assert model.module.inp.weight.shape == (WIDTH, WIDTH)
@@ -246,7 +246,7 @@ def test_summon_waits_for_the_device_once_per_unit() -> None:
 @pytest.mark.parametrize("recurse", [True, False])
 @both_views
 @on_ranks(2)
-def test_forward_inside_summon_computes_with_the_parameters_that_are_shown(
+def test_forward_inside_summon_uses_the_summoned_parameters(
     rank: int, use_orig_params: bool, recurse: bool
 ) -> None:
     """Torch runs it and fails at the end of the context, about sizes. transformers generates so."""
@@ -276,9 +276,7 @@ def test_forward_inside_summon_is_in_full_precision_and_needs_no_other_rank(
 
 @both_views
 @on_ranks(2)
-def test_forward_inside_summon_that_a_backward_could_follow_is_refused(
-    rank: int, use_orig_params: bool
-) -> None:
+def test_forward_inside_summon_with_gradients_enabled_is_refused(rank: int, use_orig_params: bool) -> None:
     """What is shown there is freed at the end of the context; and the parameters stay whole until
     then."""
     model = wrap(plain(), use_orig_params)

@@ -96,7 +96,7 @@ SWITCHES: dict[str, Callable[[str, Any], Any]] = {
 
 @pytest.mark.parametrize("switch", SWITCHES)
 @on_ranks(2)
-def test_a_switch_takes_what_is_true_or_false(switch: str) -> None:
+def test_a_switch_takes_truthy_and_falsy_values(switch: str) -> None:
     outcome = SWITCHES[switch]
     found = {which: [outcome(which, truth) for truth in (False, True)] for which in ("torch", "fsdp_c")}
     assert found["fsdp_c"] == found["torch"]
@@ -108,6 +108,6 @@ def test_a_switch_takes_what_is_true_or_false(switch: str) -> None:
 
 
 @on_ranks(2)
-def test_ranks_may_say_the_same_by_different_values(rank: int) -> None:
+def test_ranks_may_pass_different_falsy_values(rank: int) -> None:
     flat = names_of_parameters("fsdp_c", False)
     assert names_of_parameters("fsdp_c", (False, None)[rank]) == flat

@@ -372,9 +372,7 @@ def test_summoned_gradients_are_dtensors_and_keep_edits(rank: int) -> None:
 
 @both_views
 @on_ranks(4)
-def test_rank0_only_shows_the_first_data_parallel_rank_full_parameters(
-    rank: int, use_orig_params: bool
-) -> None:
+def test_rank0_only_summons_on_the_first_data_parallel_rank(rank: int, use_orig_params: bool) -> None:
     model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params)
     with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
         shown = [isinstance(param, DTensor) for param in model.parameters()]
@@ -740,7 +738,7 @@ def local_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[tuple[int,
 
 @both_views
 @on_ranks(4, timeout_s=120)
-def test_our_extension_does_what_torchs_does(rank: int, use_orig_params: bool) -> None:
+def test_our_dtensor_extension_equals_torchs(rank: int, use_orig_params: bool) -> None:
     with mock.patch("fsdp_c.sharding.construction.dtensor_extensions", lambda: standins.DTensorExtensions):
         assert isinstance(wrap(tp.parallelized(plain(), "mlp"))._fsdp_extension, standins.DTensorExtensions)
         compare(Point("tp", "FULL_SHARD", use_orig_params, "fp32"), "sequence", plain_step, rank)

@@ -181,7 +181,7 @@ def test_state_dicts_of_a_unit_lack_nothing_that_a_unit_around_it_holds(
 @all_policies
 @both_views
 @on_ranks(2)
-def test_summary_says_who_holds_what(policy: str, use_orig_params: bool) -> None:
+def test_summary_lists_tied_parameters(policy: str, use_orig_params: bool) -> None:
     model = wrapped(policy, use_orig_params)
     whole = fsdp_c.summary(model)
     root = whole.units[0]
@@ -195,7 +195,7 @@ def test_summary_says_who_holds_what(policy: str, use_orig_params: bool) -> None
 
 
 @on_ranks(2)
-def test_units_wrapped_by_hand_are_refused_as_before() -> None:
+def test_a_tied_weight_of_units_wrapped_by_hand_is_refused() -> None:
     model = plain()
     model.embed = FSDP(model.embed, use_orig_params=True, device_id=device())
     with pytest.raises(ValueError, match="one parameter belongs to one unit"):

@@ -113,7 +113,7 @@ def test_parameters_are_flat_shards_and_empty_outside_of_it(rank: int, strategy:
 
 @pytest.mark.parametrize("strategy", SHARDED)
 @on_ranks(2)
-def test_the_flat_gradient_goes_with_the_last_gradient_of_a_parameter(rank: int, strategy: str) -> None:
+def test_the_flat_gradient_is_freed_with_the_last_parameters_gradient(rank: int, strategy: str) -> None:
     model = sharded("fsdp_c", strategy)
     flat_param = model._flat_param
 
@@ -142,7 +142,7 @@ def test_the_flat_gradient_goes_with_the_last_gradient_of_a_parameter(rank: int,
 
 @pytest.mark.parametrize("strategy", SHARDED)
 @on_ranks(2)
-def test_a_model_that_is_dropped_with_its_gradients_goes_quietly(rank: int, strategy: str) -> None:
+def test_a_model_dropped_with_its_gradients_raises_nothing(rank: int, strategy: str) -> None:
     gc.collect()  # what torch's FSDP1 left open in other tests may say something as it is closed
     said: list[str] = []
     model = sharded("fsdp_c", strategy)
@@ -157,7 +157,7 @@ def test_a_model_that_is_dropped_with_its_gradients_goes_quietly(rank: int, stra
 @all_strategies
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 @on_ranks(2)
-def test_what_is_visible_after_forward_and_backward_is_what_torch_shows(
+def test_weights_after_forward_and_backward_have_torchs_types_and_shapes(
     rank: int, grad: bool, strategy: str
 ) -> None:
     shown = {}

@@ -65,7 +65,9 @@ def test_a_torch_without_fsdp1_trains_saves_and_loads_the_same_bits(
 
 
 @pytest.mark.timeout(700)
-def test_a_torch_with_fsdp1_loads_what_was_saved_without(folder: Path, present: list[dict[str, Any]]) -> None:
+def test_a_torch_with_fsdp1_loads_checkpoints_of_a_torch_without(
+    folder: Path, present: list[dict[str, Any]]
+) -> None:
     for way in WAYS:
         if not (folder / way).exists():  # the other way's test runs in a different process
             run(way, folder)

@@ -278,7 +278,7 @@ def held_everywhere(params: list[Tensor]) -> list[bool]:
     ("in_backward", "strategy"), [(False, "FULL_SHARD"), (True, "FULL_SHARD"), (True, "NO_SHARD")]
 )
 @on_ranks(2, label="faults")
-def test_an_exception_inside_an_optimizer_step_leaves_nothing_behind_but_the_updates_that_were_made(
+def test_an_exception_in_an_optimizer_step_leaves_only_the_updates_made(
     rank: int, in_backward: bool, strategy: str
 ) -> None:
     run = Stepped(rank, in_backward, ShardingStrategy[strategy])

@@ -90,7 +90,7 @@ def test_a_wait_in_a_collective_is_a_phase_of_its_unit(rank: int, collective: st
 
 
 @on_ranks(2, label="faults")
-def test_a_failed_collective_says_of_which_unit_and_phase(rank: int) -> None:
+def test_error_of_a_failed_collective_names_unit_and_phase(rank: int) -> None:
     class Lost:
         def wait(self) -> None:
             raise RuntimeError("the peer is gone")
@@ -147,7 +147,7 @@ GATHERED: dict[str, tuple[Any, str, Callable[[FSDP], Any], str]] = {
 
 
 @on_ranks(2, label="faults")
-def test_memory_that_runs_out_is_told_with_rank_unit_and_remedy(rank: int) -> None:
+def test_out_of_memory_in_a_step_names_rank_unit_and_remedy(rank: int) -> None:
     """The text is added to torch's own error, which keeps its type and its beginning."""
     model = build()
     model(torch.randn(3, WIDTH)).sum().backward()
@@ -169,9 +169,7 @@ def test_memory_that_runs_out_is_told_with_rank_unit_and_remedy(rank: int) -> No
 
 @pytest.mark.parametrize("name", GATHERED)
 @on_ranks(2, label="faults")
-def test_memory_that_runs_out_in_a_gather_beside_steps_is_told_with_rank_unit_and_remedy(
-    rank: int, name: str
-) -> None:
+def test_out_of_memory_outside_a_step_names_rank_unit_and_remedy(rank: int, name: str) -> None:
     """The text is added once, however deep the call was nested."""
     module, collective, body, unit = GATHERED[name]
     model = build()

@@ -41,7 +41,7 @@ def forked(work: Callable[[], None]) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_a_writer_that_stops_and_goes_on_is_named_and_loses_nothing(exists: bool, tmp_path: Path) -> None:
+def test_a_stopped_writer_is_named_and_its_save_continues(exists: bool, tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     if exists:
         save(path, 0)

@@ -27,7 +27,7 @@ REASONS: dict[str, dict[str, str]] = {
         "test_losses_are_those_of_models_that_are_not_sharded[trl_trainers.py dpo]": TRITON,
     },
     "tests/distributed/test_collectives.py": {
-        "test_nccl_is_told_to_run_on_the_current_stream": CPU_BACKEND,
+        "test_collectives_are_not_async_so_nccl_runs_on_the_current_stream": CPU_BACKEND,
     },
     "tests/distributed/test_checkpoint.py": {
         "test_what_torch_saved_loads_here[fsdp1-True]": PLACES,
@@ -44,7 +44,7 @@ REASONS: dict[str, dict[str, str]] = {
         "test_what_is_got_equals_torchs_and_what_is_set_comes_back[sharded tensors-flat-not strict]": PLACES,
     },
     "tests/distributed/test_errors_of_one_rank.py": {
-        "test_error_comes_before_the_collective_and_names_the_rank[sparse_gradient]": NO_SPARSE,
+        "test_error_is_raised_before_the_collective_and_names_the_rank[sparse_gradient]": NO_SPARSE,
     },
     "tests/distributed/test_recover.py": {
         "test_sparse_gradient_is_refused_with_rank_unit_parameter_and_remedy": NO_SPARSE,
