@@ -51,7 +51,7 @@ PRELOAD = [
 
 
 def device_type() -> str:
-    """On what models and tensors of the rank tests are: "cpu", or "cuda" with ``pytest --device cuda``."""
+    """Return the device type of the rank tests: "cpu", or "cuda" with ``pytest --device cuda``."""
     return os.environ.get(settings.DEVICE, "cpu")
 
 

@@ -43,7 +43,7 @@ Step = Callable[[Any, int], None]
 
 
 def full_gradients(model: Any) -> dict[str, Tensor]:
-    """Whole gradients by name, zero for none: what one step of plain SGD takes away."""
+    """Full gradients by name, zero for None: the difference that a step of plain SGD makes."""
     before = full_values(model)
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     after = full_values(model)
@@ -70,8 +70,7 @@ def expected_gradients(model: nn.Module, step: Step, world_size: int) -> dict[st
 
 
 def assert_same_gradients(model: Any, reference: nn.Module, step: Step, rank: int, world_size: int) -> None:
-    """``step`` accumulates the same gradients in both, ends with nothing gathered, and some gradient is not
-    zero."""
+    """Assert that ``step`` accumulates the same gradients in both and leaves nothing unsharded."""
     # models of earlier tests may be collected meanwhile, so what is live can only go down
     before = live_nbytes()
     step(model, rank)
@@ -256,7 +255,7 @@ class Whole(nn.Module):
 
 @on_ranks(2)
 def test_a_unit_with_its_whole_module_in_a_checkpoint_is_resharded_at_once(rank: int) -> None:
-    """From the first backward on: a model of such units must not be gathered as a whole."""
+    """From the first backward on: a model of such units must not be unsharded all at once."""
     model = wrap(
         seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(wrap(Whole().double()) for _ in range(3))))
     )
@@ -465,7 +464,7 @@ PENALTIES = (
 def test_gradient_penalties_have_the_bits_of_the_plain_model(
     rank: int, world_size: int, use_orig_params: bool, strategy: str, offload: bool
 ) -> None:
-    """Over three steps of each; nothing stays gathered after any."""
+    """Each penalty trains three steps, and nothing stays unsharded after any."""
     reference = plain()
     options = {"cpu_offload": CPUOffload(offload)} if strategy != "NO_SHARD" else {}
     held = settled_nbytes()
@@ -551,7 +550,7 @@ class Adaptive(nn.Module):
 def test_losses_weighted_by_gradients_of_the_last_layer(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, inside: bool, inner: bool
 ) -> None:
-    """Of the weight that the forward computed with; what modules show between forwards is in no graph."""
+    """``inside``: of the weight that the forward used. Weights read between forwards are in no graph."""
 
     def step(model: Any, rank: int) -> None:
         for index in range(2):
@@ -679,8 +678,7 @@ def test_recomputed_forwards_cast_their_inputs_under_mixed_precision(
 def test_a_model_dropped_before_its_backward_leaves_the_gradients(
     rank: int, use_orig_params: bool, strategy: str, net: dict[str, Any]
 ) -> None:
-    """A function returns the loss; the parameters are the optimizer's. Everything else goes with the
-    graph."""
+    """The graph keeps the units alive until its backward has filled the parameters' gradients."""
 
     def take(keep: bool) -> tuple[list[Tensor | None], Any]:
         model = sharded(strategy, net, use_orig_params=use_orig_params)

@@ -168,7 +168,7 @@ def test_autograd_grad_of_shards_is_refused(rank: int) -> None:
 
 @own_ranks
 def test_backward_with_inputs_warns_of_original_parameters_left_out(rank: int) -> None:
-    """Zero-bubble schedules begin so, and find no weights after it. A backward to everything says nothing."""
+    """Zero-bubble schedules call such backwards first. A plain backward is not warned of."""
     for use_orig_params, said in ((True, {"0", "2", "4"}), (False, set())):
         model = wrapped(use_orig_params=use_orig_params)
         with warnings.catch_warnings(record=True) as caught:

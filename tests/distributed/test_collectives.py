@@ -1,7 +1,7 @@
-"""Which collectives a step calls, how often and in what order: their counts, beside torch's.
+"""Counts and order of the collectives of a step, beside those of torch.
 
-Collectives are seen by replacing the functions of ``torch.distributed``, which is also what is tested: a
-replacement is called instead of the native path.
+Collectives are recorded by replacing functions of ``torch.distributed``. Such a replacement is itself under test: it
+is called in place of the native path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.training import wrap
 
 UNITS = 4
-WIDTHS = (5, 6, 7, 8, 9)  # every unit has another size, by which its collectives are told apart
+WIDTHS = (5, 6, 7, 8, 9)  # every unit has another size, which identifies its collectives
 KINDS = {
     "all_gather": "AG",  # torch's way on the CPU
     "all_gather_single": "AG",
@@ -244,7 +244,7 @@ PREFETCH: dict[str, dict[str, Any]] = {
 @on_ranks(2)
 def test_collectives_and_computation_are_in_the_order_of_torch(rank: int, strategy: str, mode: str) -> None:
     found = {which: orders(which, rank, strategy=strategy, **PREFETCH[mode]) for which in ("torch", "fsdp_c")}
-    # torch's views of a unit gathered ahead come early in the graph, so it reduces a layer late
+    # torch's views of a prefetched unit come early in the graph, so it reduces a layer late
     if mode == "forward":
         assert [sorted(one) for one in found["fsdp_c"]] == [sorted(one) for one in found["torch"]]
         found = {which: [forward_part(one) for one in steps] for which, steps in found.items()}

@@ -74,7 +74,7 @@ CUSTOM: dict[str, tuple[Hook, Callable[[], object]]] = {
 
 @contextmanager
 def without_record_stream() -> Iterator[None]:
-    """What torch's low-precision hooks do last, less the operation that has no CPU kernel."""
+    """Replace the last step of torch's low-precision hooks, which uses an operation without a CPU kernel."""
 
     def decompress(state: LowPrecisionState, grad: Tensor) -> None:
         grad.data = grad.data.to(state.parameter_type)
@@ -148,8 +148,7 @@ def test_kept_low_precision_gradients_equal_torch_in_another_reduce_dtype(
 
 @on_ranks(3)
 def test_a_changed_state_changes_the_next_reduction(rank: int, world_size: int) -> None:
-    """Three ranks have both factors above one (2 and 1.5); the state says otherwise from the second step
-    on."""
+    """On three ranks both factors are above one (2 and 1.5). The state overrides them from the second step on."""
 
     def build(run: Run) -> nn.Module:
         run.state = LowPrecisionState(dist.group.WORLD)  # type: ignore[attr-defined]
@@ -172,7 +171,7 @@ def test_a_hook_registered_after_a_step_equals_torch(rank: int, world_size: int,
         compare(Point("late", strategy), Scenario(build, plain_step), rank, world_size)
 
 
-# ------------------------------------------------------------------ what a hook sees
+# ------------------------------------------------------------------ errors of hooks
 
 
 def wrapped(name: str = "fsdp_c", strategy: str = "FULL_SHARD", **changes: Any) -> Any:

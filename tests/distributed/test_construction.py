@@ -1,4 +1,4 @@
-"""What construction does over real groups: broadcasts, and the groups of hybrid strategies."""
+"""Construction over real groups: broadcasts, ``apply``, and parameters with gaps in memory."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_parameters_with_gaps_in_memory_keep_their_values(
     """torch refuses them, with an error about the size of a storage."""
     plain = Sliced(width).to(device())
     for param in plain.parameters():
-        param.data = param.data.contiguous()  # or the optimizer refuses what shares memory
+        param.data = param.data.contiguous()  # the optimizer refuses tensors that share memory
     model = FSDP(
         Sliced(width).to(device()),
         sharding_strategy=ShardingStrategy[strategy],

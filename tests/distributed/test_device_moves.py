@@ -157,7 +157,7 @@ def backward(model: Any, rank: int, step: int, sync: bool = True) -> None:
 def test_gradients_go_to_another_dtype_with_the_parameters(
     rank: int, use_orig_params: bool, strategy: str, sync: bool
 ) -> None:
-    """As nn.Module does it; what comes later is added to them."""
+    """Like nn.Module. Later gradients are added to the converted ones."""
     model = build(use_orig_params, strategy)
     backward(model, rank, 0, sync)
     before = gradients_of(model)
@@ -230,7 +230,7 @@ def test_move_to_the_same_device_changes_no_backward(rank: int, use_orig_params:
 @pytest.mark.parametrize("after", [False, None])
 @on_ranks(2)
 def test_units_summoned_one_by_one_do_not_become_roots(rank: int, after: bool | None) -> None:
-    """As LoRA weights are collected: each inner unit by itself, which is said not to be a root then."""
+    """Libraries collect LoRA weights so: they summon each inner unit, and set its ``_is_root``."""
     model, whole = build(), {}
     for name, unit in model.module.named_modules():
         if isinstance(unit, FSDP):
@@ -268,5 +268,5 @@ def test_is_root_set_to_none_is_determined_again(rank: int) -> None:
     model._is_root = None
     assert [unit._is_root for unit in FSDP.fsdp_modules(model)] == [None] * len(FSDP.fsdp_modules(model))
     assert torch.equal(loss_of(model, rank, 0).detach(), expected) and model._is_root
-    model._is_root = False  # said of a root, it is remembered and nothing else
+    model._is_root = False  # stored, without an effect on a root
     assert model._is_root is False and torch.equal(loss_of(model, rank, 0).detach(), expected)

@@ -296,7 +296,7 @@ def load_state(
 
 
 def load_by_names(fsdp: Implementation) -> None:
-    """The state of what this rank has no part of is missing in its optimizer."""
+    """The optimizer lacks the state of parameters without elements on this rank."""
     model, optimizer = trained(fsdp)
     select_whole(model)
     state = fsdp.FSDP.optim_state_dict(model, optimizer)
@@ -442,7 +442,7 @@ X-162 | AssertionError | Expected optim_input to be None and rank0_only to be Fa
 )
 
 ROWS = [*RANKS, *STATE_DICTS, *OPTIMIZER]
-ONLY_ON = {"X-086": 1, "X-141 size": 1, "X-171": 1}  # the rank on which torch says it
+ONLY_ON = {"X-086": 1, "X-141 size": 1, "X-171": 1}  # the rank on which torch raises or warns
 
 
 @pytest.mark.parametrize("row_id", [row.id for row in ROWS])

@@ -25,7 +25,7 @@ UNIT = 34  # elements of a Linear(5, 5) on two ranks: weight and bias, each alig
 
 
 class Choice(nn.Module):
-    """Two layers of one kind, run in the order that ``order`` says."""
+    """Two layers of one kind, called in the order of ``order``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""register_forward_method: other methods than forward compute with gathered parameters."""
+"""register_forward_method: methods other than forward compute with unsharded parameters."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ from tests.ranks import both_views, device, on_ranks
 from tests.training import assert_same, full_state, wrap
 
 WIDTH = 8
-# the last is what the simulated GPU says of any freed storage
+# the last is the error of the simulated GPU for a freed storage
 GONE = "gone with it|data pointer of Storage|values of scale are not gathered|storage was freed"
 sharded_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 
 
 class Scaled(nn.Module):
-    """Keeps what it sees of its parameters."""
+    """Keeps its parameters of the last forward, and tensors derived from them."""
 
     def __init__(self) -> None:
         super().__init__()

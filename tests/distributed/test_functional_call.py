@@ -1,6 +1,5 @@
-"""Tensors that stand in the place of a unit's parameters for the time of a call, and averaged weights that are put
-in for an evaluation: each is computed with and gone afterwards, as in the plain module, or refused by name before
-anything is changed. The plain module is what results are held to: both ranks are given the same data.
+"""functional_call, averaged weights for an evaluation, and parametrizations: they work as in the plain module, or are
+refused before any change. Compared with the plain module: both ranks have the same data.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from torch.nn.utils import parametrizations, parametrize, prune, stateless
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import ModuleWrapPolicy
+from tests.distributed.test_reshard import LARGE, WIDTH, batch, full
 from tests.ranks import all_strategies, both_views, device, on_ranks
-
-WIDTH = 6
-LARGE = 420  # a unit of more than 1 MiB
 
 
 class Block(nn.Module):
@@ -58,26 +55,17 @@ def wrap(module: nn.Module, strategy: str = "FULL_SHARD", **arguments: Any) -> F
     )
 
 
-def batch(width: int = WIDTH) -> Tensor:
-    numbers = torch.Generator().manual_seed(1)
-    return torch.randn(4, width, generator=numbers, dtype=torch.float64, device="cpu").to(device())
-
-
 def evaluated(model: nn.Module, width: int = WIDTH) -> Tensor:
     with torch.no_grad():
-        return model(batch(width)).double()
+        return model(batch(width=width)).double()
 
 
 def train(model: nn.Module, steps: int = 1, width: int = WIDTH) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     for _ in range(steps):
-        model(batch(width)).double().square().mean().backward()
+        model(batch(width=width)).double().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def full(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def halved(
@@ -256,7 +244,7 @@ def test_functional_call_inside_summon_full_params_works(strategy: str, use_orig
 @all_strategies
 @on_ranks(2)
 def test_functional_call_without_use_orig_params_is_right_or_refused(strategy: str) -> None:
-    """Parameters always are; of plain tensors nobody tells, and one forward in eight looks."""
+    """Parameters are always noticed. Plain tensors are, too, in one forward of eight, and are used in the others."""
     model, expected = wrap(plain(), strategy, use_orig_params=False), plain()
     before, right = full(model), 0
     for index in range(18):
@@ -303,7 +291,7 @@ def test_a_parameter_that_is_assigned_is_no_swap(strategy: str) -> None:
 
 
 def assign_data(model: nn.Module) -> Callable[[], None]:
-    """What most scripts with an average of their own do."""
+    """Like most scripts with an average of their own."""
     held = {param: param.data for param in model.parameters()}
     for param in held:
         param.data = param.detach() * 0.5
@@ -316,7 +304,7 @@ def assign_data(model: nn.Module) -> Callable[[], None]:
 
 
 def copy_data(model: nn.Module) -> Callable[[], None]:
-    """What torch_ema and ema_pytorch do."""
+    """Like torch_ema and ema_pytorch."""
     held = [(param, param.detach().clone()) for param in model.parameters()]
     for param, value in held:
         param.data.copy_(value * 0.5)
@@ -407,7 +395,7 @@ def test_averaged_weights_in_low_precision_with_offload_and_in_large_units() -> 
 @both_views
 @on_ranks(2)
 def test_an_evaluation_inside_an_accumulation_uses_averaged_weights(use_orig_params: bool) -> None:
-    """Under SHARD_GRAD_OP no_sync keeps parameters gathered."""
+    """Under SHARD_GRAD_OP parameters stay unsharded after no_sync."""
     for put_in in (copy_data, assign_data):
         model, expected = wrap(plain(), "SHARD_GRAD_OP", use_orig_params=use_orig_params), plain()
         for one in (model, expected):
@@ -434,7 +422,7 @@ def test_data_assigned_to_a_flat_parameter_after_a_forward_is_used_by_the_next(
 @all_strategies
 @on_ranks(2)
 def test_data_written_to_after_a_forward_whose_graph_is_kept_is_seen(strategy: str) -> None:
-    """Through the parameters that are shown then, and through those of before."""
+    """The writes go through the current parameters, or through those from before the forward (``held``)."""
     for held in (False, True):
         for backward in (False, True):
             results = []
@@ -443,7 +431,9 @@ def test_data_written_to_after_a_forward_whose_graph_is_kept_is_seen(strategy: s
                 kept = one(batch()).square().mean()
                 for param in params if held else one.parameters():
                     param.data.mul_(0.5)
-                if backward and strategy == "SHARD_GRAD_OP":  # elsewhere it reads what was written
+                if (
+                    backward and strategy == "SHARD_GRAD_OP"
+                ):  # with other strategies the backward reads the new values
                     kept.backward()
                 results.append((evaluated(one), full(one)))
                 del kept

@@ -146,7 +146,7 @@ def test_mixed_strategies_equal_torch(
     compare(point, Scenario(build, no_sync_step), rank, world_size)
 
 
-# ------------------------------------------------------------------ what is sent
+# ------------------------------------------------------------------ collectives
 
 
 Call = tuple[str, dist.ProcessGroup, Tensor]  # a reduction: its kind, its group, and its input

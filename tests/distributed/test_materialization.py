@@ -67,7 +67,7 @@ def test_meta_buffers_of_ignored_modules_are_not_initialised(ignored: bool) -> N
 def test_parameters_upcast_before_the_first_forward_train_as_in_torch(
     rank: int, use_orig_params: bool
 ) -> None:
-    """Accelerate replaces the data of flat parameters, and says so to the handle."""
+    """accelerate replaces the data of flat parameters and sets the handle's dtype."""
     found = []
     for which in ("torch", "fsdp_c"):
         precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -42,7 +42,7 @@ class Expert(nn.Module):
 
 
 class Layer(nn.Module):
-    """Which experts run, and in which order, is said from outside. ``recompute``: "expert" or "experts"."""
+    """The caller chooses experts and their order. ``recompute``: "expert" or "experts"."""
 
     def __init__(self, recompute: str | None, reentrant: bool) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Encoder(nn.Module):
 
 
 class Program(NamedTuple):
-    """What one forward runs."""
+    """The modules that one forward runs."""
 
     encoder: int  # how often
     layers: list[list[int]]  # which experts
@@ -125,7 +125,7 @@ def some_program(choose: random.Random, repeats: bool) -> Program:
 def mark(model: Model) -> Model:
     fsdp_c.optional(model.encoder)
     for layer in model.layers:
-        fsdp_c.optional(layer.experts)  # never called itself: what is in it is optional
+        fsdp_c.optional(layer.experts)  # a container: its modules are optional
     return model
 
 
@@ -218,8 +218,7 @@ STEPS = ("train", "accumulate", "two_forwards", "two_graphs", "evaluate", "nobod
 
 
 def check(options: Options, seed: int, rank: int) -> None:
-    """What comes out where they are part of the units around, whose unused parameters have zeros: the same
-    bits."""
+    """Assert the bits of a model without optional units, where unused parameters of a unit get zeros."""
     traces = []
     for optional in (True, False):
         run = Run(options, optional, seed, rank)
@@ -453,11 +452,11 @@ def test_units_that_are_not_optional_are_all_gathered_when_they_run(rank: int) -
     assert seen == [("AG", around), ("AG", expert), ("AG", expert), ("RS", expert), ("RS", around)]
 
 
-# ----------------------------------------------------------------- what else belongs to a step
+# ----------------------------------------------------------------- other parts of a step
 
 
 class Switch(nn.Module):
-    """Returns what the chosen expert returns, as it is."""
+    """Returns the output of the chosen expert unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -598,7 +597,7 @@ def test_after_an_exception_nothing_is_gathered_and_steps_go_on(rank: int, regis
         assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)
 
 
-# ----------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------- errors
 
 
 @on_ranks(2)
@@ -648,7 +647,7 @@ def test_an_optional_unit_called_outside_its_parents_forward_is_refused(rank: in
         RuntimeError, match=rf"rank {rank}, unit Expert at 'layers.0.experts.1': its forward is called"
     ):
         expert(batch(rank))
-    model(batch(rank), SOME).sum().backward()  # goes on
+    model(batch(rank), SOME).sum().backward()  # the next step works
     model.module.layers[1].module.mix.register_forward_hook(lambda *_: expert(batch(rank)) and None)
     with pytest.raises(RuntimeError, match=r"with Layer at 'layers.0', the unit around it"):
         model(batch(rank), SOME)
@@ -663,4 +662,4 @@ def test_a_backward_from_a_kept_output_of_an_optional_unit_is_refused(rank: int)
     model(batch(rank), SOME)
     with pytest.raises(RuntimeError, match="a gradient comes to it where its parameters are not gathered"):
         kept[0].sum().backward()
-    model(batch(rank), SOME).sum().backward()  # goes on
+    model(batch(rank), SOME).sum().backward()  # the next step works

@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 
 class OrderedOutput(collections.OrderedDict):
-    """What model libraries return."""
+    """An output class as in model libraries."""
 
 
 @dataclasses.dataclass
@@ -92,7 +92,7 @@ class Returns(nn.Module):
 
 
 class Takes(nn.Module):
-    """An inner unit between two layers, whose weight its backward needs gathered."""
+    """An inner unit between two layers. Its backward needs its weight unsharded."""
 
     def __init__(self, make: Callable[[Tensor], Any], take: Callable[[Any], Tensor]) -> None:
         super().__init__()

@@ -103,7 +103,7 @@ def assert_same_trace(body: Body, rank: int) -> Trace:
     return actual
 
 
-# ------------------------------------------------------------ what hooks see
+# ------------------------------------------------------------ arguments of hooks
 
 
 def watched_steps(
@@ -181,7 +181,7 @@ def test_hooks_may_be_registered_between_forward_and_backward_and_removed(rank: 
     assert sum(label.endswith(" gradient") for label, _ in assert_same_trace(body, rank)) == 2
 
 
-# -------------------------------------------------------------- what they do
+# -------------------------------------------------------------- effects of hooks
 
 
 def double(grad: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 
 def values(model: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """What this rank has of the model and of the optimizer's state, copied."""
+    """Return copies of this rank's parameters and of their optimizer state."""
     found = {f"model.{name}": param.detach().clone() for name, param in model.named_parameters()}
     for name, param in model.named_parameters() if optimizer is not None else ():
         for key, value in optimizer.state[param].items():
@@ -107,7 +107,7 @@ def test_a_save_that_would_mix_experts_is_refused(
     dist.barrier()
     assert [*path.parent.iterdir()] == []
     before = values(model, None)
-    step(model, optimizer, seed=3)  # training goes on
+    step(model, optimizer, seed=3)  # training continues
     after = {name: value for name, value in values(model, None).items() if value.numel()}
     assert after and not [name for name in after if same_bits(after[name], before[name])]
 
@@ -260,7 +260,7 @@ def test_two_ranks_of_four_save_and_load_by_themselves(rank: int, kind: str, use
 
 
 def convert(model: Any, optimizer: torch.optim.Optimizer, how: str) -> Any:
-    """What ``optimizer.load_state_dict`` takes, by way of the functions named ``how``."""
+    """Save and convert the optimizer's state by the functions named ``how``, for ``optimizer.load_state_dict``."""
     unit = FullyShardedDataParallel
     rank0 = how in ("rank0", "scatter")
     sharded = how in ("sharded", "flatten")

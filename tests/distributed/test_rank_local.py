@@ -165,7 +165,7 @@ def test_get_total_norm_after_install_of_units_and_other_gradients(rank: int, us
 
 @on_ranks(2)
 def test_get_total_norm_of_part_of_a_unit_is_refused(rank: int) -> None:
-    """The first parameter of a unit lies on rank 0 alone: rank 1 has no gradient of it, and need not call."""
+    """Rank 0 alone has the unit's first parameter: rank 1 has no gradient of it, and need not call."""
     torch.manual_seed(5)
     net = nn.Sequential(nn.Linear(WIDTH, 1), nn.Linear(1, 7 * WIDTH))
     model = wrapped(net=net, use_orig_params=True)
@@ -248,7 +248,7 @@ class Derived(GradScaler):
 
 
 def scales(model: nn.Module, scaler: GradScaler, optimizer: torch.optim.Optimizer, rank: int) -> list[float]:
-    """Of four steps, the second of which overflows in what rank 0 alone keeps."""
+    """Return the scales of four steps. The second step overflows in a gradient of rank 0 alone."""
     found = []
     for step in range(4):
         scaler.scale(model(batch(rank, step)).square().mean()).backward()

@@ -1,5 +1,5 @@
-"""An exception inside a step leaves nothing behind: no gathered storage, and the next steps are those of a
-run in which that step never happened, bit for bit, once the user has zeroed the gradients.
+"""After an exception inside a step nothing stays unsharded, and once the gradients are zeroed the next steps are
+bitwise those of a run without the failed step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS_AFTER = 3
 
 
 class Trouble(Exception):
-    """What the user's own code raises."""
+    """An exception of user code."""
 
 
 class RaiseInBackward(torch.autograd.Function):
@@ -113,7 +113,7 @@ def recursion_limit(limit: int) -> Iterator[None]:
 def test_infinite_recursion_of_units_raises_recursion_error(
     rank: int, use_orig_params: bool, strategy: str, limit: int
 ) -> None:
-    """RecursionError, also where the stack is deep; nothing stays gathered, and the next steps are clean."""
+    """With a deep stack, too. Nothing stays unsharded, and the next steps are clean."""
     expected = uninterrupted(rank, strategy, use_orig_params)
     before = settled_nbytes()
     run = Trained(rank, strategy, use_orig_params)
@@ -131,8 +131,7 @@ def test_infinite_recursion_of_units_raises_recursion_error(
 @all_strategies
 @on_ranks(2)
 def test_a_failed_backward_freed_late_leaves_the_next_one_alone(rank: int, strategy: str) -> None:
-    """On a GPU autograd's thread lets go of a backward some time after it raised: what was queued is held
-    till then."""
+    """On a GPU autograd's thread frees a failed backward some time later: its queued callback lives until then."""
     expected, run = uninterrupted(rank, strategy), Trained(rank, strategy)
     run.steps(STEPS_BEFORE)
     held: list[Any] = []
@@ -162,8 +161,7 @@ class BrokenWork:
 
 @on_ranks(2)
 def test_all_units_are_reset_when_a_prefetch_failed() -> None:
-    """Two units are gathered ahead when the first layer raises; the gather of the first of them has
-    failed."""
+    """Two units are prefetched when the first layer raises, and the first prefetch has failed."""
     from fsdp_c import FullyShardedDataParallel
 
     before = settled_nbytes()
@@ -196,10 +194,10 @@ def test_all_units_are_reset_when_a_prefetch_failed() -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    assert not model(x).any()  # and not what was gathered before
+    assert not model(x).any()  # the zeros, not the values from before
 
 
-# ----------------------------------------------------------------- what errors of the library say
+# ----------------------------------------------------------------- errors of the library
 
 
 @on_ranks(2)

@@ -48,8 +48,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def in_steps(calls: list[str]) -> Callable[[Any], None]:
-    """What composer puts in the place of unshard: all ranks agree that the allocation worked before they
-    gather."""
+    """Return composer's replacement of unshard: all ranks agree that the allocation succeeded before the all-gather."""
 
     def unshard(handle: Any) -> None:
         if not handle.needs_unshard():
@@ -80,7 +79,7 @@ def test_replaced_unshard_is_called_for_every_gather(rank: int, strategy: str, u
         assert_same(trained(rank, strategy, use_orig_params), expected)
     gathers = {"FULL_SHARD": 2 * UNITS - 1, "SHARD_GRAD_OP": UNITS, "NO_SHARD": 0}[
         strategy
-    ]  # the root stays gathered
+    ]  # the root stays unsharded
     assert len(calls) == STEPS * gathers
     assert_same(trained(rank, strategy, use_orig_params), expected)
     assert len(calls) == STEPS * gathers

@@ -1,6 +1,5 @@
-"""A forward never computes with parameters from before a change: what an earlier one has left
-gathered, for a backward that may never come, is gathered anew. Held to the plain module: both ranks are given
-the same data.
+"""A forward uses current parameters: units left unsharded by an earlier forward are all-gathered again after a
+change. Compared with the plain module: both ranks have the same data.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Block(nn.Linear):
 
 
 class Scale(nn.Module):
-    """Its one element lies on one rank."""
+    """Has one element, which one rank holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ def check(model: nn.Module, expected: nn.Module, width: int = WIDTH, rtol: float
     torch.testing.assert_close(full(model), full(expected), rtol=rtol, atol=rtol)
 
 
-# ----------------------------------------------------------------- what may change
+# ----------------------------------------------------------------- changes of parameters
 
 
 class Trainer:
@@ -246,7 +245,7 @@ def test_a_forward_sees_each_change_of_offloaded_and_of_large_units(strategy: st
             check(trainers[0].model, trainers[1].model, trainers[0].width)
 
 
-# ----------------------------------------------------------------- other ways to leave something gathered
+# ----------------------------------------------------------------- units left unsharded
 
 
 @strategies
@@ -382,7 +381,7 @@ def test_an_exception_or_a_move_loses_no_writes() -> None:
         torch.testing.assert_close(full(model), before, rtol=0, atol=0)
 
 
-# ----------------------------------------------------------------- what a forward writes
+# ----------------------------------------------------------------- writes of a forward
 
 
 class Writing(Block):

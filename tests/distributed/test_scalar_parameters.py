@@ -202,7 +202,7 @@ NUMBERS = ("step", "mu_product", "mu", "eta")
 
 
 class Trained:
-    """A plain model after some steps, its optimizer's state by names, and what two more steps make of it."""
+    """A plain model after some steps, its optimizer's state by name, and its parameters after two more steps."""
 
     def __init__(self, build: Build, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         model = build(())

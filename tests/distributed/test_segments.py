@@ -293,7 +293,7 @@ def test_segments_unsharded_early_evaluate_as_the_plain_model(rank: int, use_ori
     assert all(handle.param_state == 0 for handle in model.blocks[1]._all_handles)
 
 
-# ----------------------------------------------------------------- what users see
+# ----------------------------------------------------------------- state dicts and names
 
 
 @both_views

@@ -1,5 +1,6 @@
-"""Arrays of numpy and other processes may share the memory of parameters and gradients. They keep it, and the
-model trains on as if nobody had looked."""
+"""Arrays of numpy and other processes may share the memory of parameters and gradients. They keep that memory, and
+training is not affected.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def start(use_orig_params: bool, strategy: str, **options: Any) -> tuple[Any, to
 
 
 def assert_kept(seen: list[tuple[Any, Tensor]]) -> None:
-    """The arrays hold what they held when they were made, while later steps gathered other values."""
+    """Assert that arrays keep their values while later steps all-gather other ones."""
     assert seen
     for array, values in seen:
         assert torch.equal(torch.from_numpy(array), values)

@@ -130,7 +130,7 @@ def summons(use_orig_params: bool) -> list[dict[str, bool]]:
     ]
 
 
-# ----------------------------------------------------------------- what is done there
+# ----------------------------------------------------------------- actions
 
 
 def got(model: Any, kind: StateDictType) -> dict[str, Any]:
@@ -342,7 +342,7 @@ def test_optim_state_dict_at_each_place_equals_torchs(rank, kind, use_orig_param
 
     idle: Any = None
     for place in (*IDLE, *BUSY, in_summon):
-        gc.collect()  # what torch left open above when it raised: it disturbs torch where it is closed inside the next
+        gc.collect()  # close contexts that torch left open when it raised, before they disturb its next run
         results = []
         for which in ("torch", "fsdp_c"):
             model = built(which, use_orig_params)

@@ -1,4 +1,4 @@
-"""summon_full_params: what it shows, keeps and refuses, next to torch's FSDP1 and to the unwrapped model."""
+"""summon_full_params: values, edits, gradients and errors, beside torch's FSDP1 and the unwrapped model."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_module_without_units_is_left_alone() -> None:
 
 @on_ranks(2)
 def test_summon_waits_for_the_device_once_per_unit() -> None:
-    """On entry. The gathering itself is waited for before the parameters are shown."""
+    """It waits on entry. The all-gather is waited for before modules get the parameters."""
     model = wrap(plain())
     with mock.patch.object(common, "synchronize", wraps=common.synchronize) as synchronize:
         with summon(model):
@@ -277,8 +277,7 @@ def test_forward_inside_summon_is_in_full_precision_and_needs_no_other_rank(
 @both_views
 @on_ranks(2)
 def test_forward_inside_summon_with_gradients_enabled_is_refused(rank: int, use_orig_params: bool) -> None:
-    """What is shown there is freed at the end of the context; and the parameters stay whole until
-    then."""
+    """Summoned parameters are freed at the end of the context, and stay unsharded until then."""
     model = wrap(plain(), use_orig_params)
     expected = {name: param.detach().clone() for name, param in plain().named_parameters()}
     model(batch(rank)).square().mean().backward()

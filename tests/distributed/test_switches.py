@@ -1,4 +1,4 @@
-"""Switches take what is true or false for True and False, as torch's do: 1, None, "" and the like."""
+"""Boolean arguments take truthy and falsy values, as torch's do: 1, None, "" and the like."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def names_in_a_state_dict(which: str, value: Any) -> Any:
 
 
 def summoned(argument: str) -> Callable[[str, Any], Any]:
-    """Shapes that are shown, and whether what is written stays."""
+    """Return the summoned shapes, and whether writes are kept."""
 
     def summon(which: str, value: Any) -> Any:
         model, shapes = stepped(which), []

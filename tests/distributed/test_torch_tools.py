@@ -74,7 +74,7 @@ def shards(model: nn.Module) -> Record:
 
 
 def plain(value: Any) -> Any:
-    """Nested dicts and lists of tensors, of sharded ones what this rank holds."""
+    """Return nested dicts and lists of tensors; of sharded tensors, this rank's shards."""
     if hasattr(value, "local_shards"):
         return [plain(shard.tensor) for shard in value.local_shards()]
     if isinstance(value, Tensor):
@@ -201,7 +201,7 @@ def test_weights_are_averaged_shard_by_shard(rank: int, use_orig_params: bool) -
         with in_place(way) as fsdp:
             records[way] = averaged(fsdp, use_orig_params, rank)
     torchs = records.pop("torch")
-    for stale in ("output", "whole"):  # of the root's weights before they were averaged anew
+    for stale in ("output", "whole"):  # torch's are of the root's weights from before the last average
         torchs.pop(stale)
     assert any(not torch.equal(value, torchs["model"][name]) for name, value in torchs["end"].items())
     for record in records.values():

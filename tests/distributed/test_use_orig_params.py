@@ -41,7 +41,7 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class Trace(dict[str, Any]):
-    """What a run of one implementation showed, by moment."""
+    """The record of a run of one implementation, by moment."""
 
     def record(self, moment: str, params: dict[str, nn.Parameter]) -> None:
         for name, param in params.items():
@@ -89,7 +89,7 @@ def nothing(params: dict[str, nn.Parameter], step: int) -> None:
     pass
 
 
-# ----------------------------------------------------------------- what is visible
+# ----------------------------------------------------------------- visible parameters
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
@@ -127,7 +127,7 @@ def test_the_flat_gradient_is_freed_with_the_last_parameters_gradient(rank: int,
             param.grad = None
         assert flat_param.grad is None and model._handle.sharded_grad is None
     backward(model, 0, rank)
-    for param in shown():  # all replaced by the user's own: these are what the next backward adds to
+    for param in shown():  # the next backward adds to replaced gradients
         assert flat_param.grad is not None
         param.grad = param.grad.clone().fill_(3.0)
     assert flat_param.grad is None
@@ -143,7 +143,7 @@ def test_the_flat_gradient_is_freed_with_the_last_parameters_gradient(rank: int,
 @pytest.mark.parametrize("strategy", SHARDED)
 @on_ranks(2)
 def test_a_model_dropped_with_its_gradients_raises_nothing(rank: int, strategy: str) -> None:
-    gc.collect()  # what torch's FSDP1 left open in other tests may say something as it is closed
+    gc.collect()  # contexts that torch left open in other tests may raise when closed
     said: list[str] = []
     model = sharded("fsdp_c", strategy)
     backward(model, 0, rank)
@@ -209,7 +209,7 @@ def test_groups_give_parameters_their_own_hyperparameters(rank: int, strategy: s
 @all_strategies
 @on_ranks(2)
 def test_parameters_beside_ignored_ones_have_torchs_order(strategy: str, names: tuple[str, ...]) -> None:
-    """Optimizers number them so in what they save."""
+    """Saved optimizer state has parameters by these numbers."""
 
     class Three(nn.Module):
         def __init__(self) -> None:

@@ -45,7 +45,7 @@ def wrapped(fsdp: Any, use_orig_params: bool, **options: Any) -> Any:
 
 
 def penalty(model: nn.Module) -> torch.Tensor:
-    """Of what each rank's own parameters are, which for sharded ones is a part."""
+    """Return a penalty on this rank's part of the parameters."""
     terms: torch.Tensor = sum(param.square().sum() for param in model.parameters() if param.numel())  # type: ignore[assignment]
     return terms
 
@@ -74,7 +74,7 @@ def train(model: Any, rank: int, plan: str, with_penalty: bool = True) -> list[l
 def assert_same(
     ours: list[list[torch.Tensor | None]], theirs: list[list[torch.Tensor | None]], plan: str
 ) -> None:
-    """To the bit; where gradients are accumulated what is added first is not the same."""
+    """Bitwise, or close if gradients accumulate: the additions are in another order."""
     tolerance = {"rtol": 0.0, "atol": 0.0} if plan == "each step" else {"rtol": 1e-5, "atol": 1e-6}
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         for index, (one, two) in enumerate(zip(mine, other, strict=True)):

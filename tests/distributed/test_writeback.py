@@ -119,7 +119,7 @@ def test_edited_gradients_reach_the_reduction(rank: int, strategy: str, change: 
             backward(model, 0, rank)
             edit(named(model))
             trace.record(f"{step} edited", named(model))
-            backward(model, 1, rank)  # adds to what the edit left
+            backward(model, 1, rank)  # adds to the edited gradients
             trace.record(f"{step} added", named(model))
             optimizer.step()
             optimizer.zero_grad()
@@ -167,7 +167,7 @@ def test_data_outside_the_shard_is_refused_after_one_gather_per_such_parameter(
 
 @on_ranks(2)
 def test_summon_checks_all_parameters_outside_the_shard(rank: int) -> None:
-    """Before anything is gathered, and nothing is changed by it."""
+    """The error comes before the all-gather, and changes nothing."""
     model = sharded("fsdp_c")
     with torch.no_grad():
         model(batch(rank, 0))
