@@ -63,7 +63,7 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
 
 
 def flat(model: nn.Module) -> Tensor:
-    """The gradients of a plain model, one after the other."""
+    """Return all gradients of a model in one tensor."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
@@ -146,12 +146,7 @@ def test_autograd_grad_returns_gradients_of_unsharded_flat_parameters(rank: int,
     torch.testing.assert_close(torch.cat(grads), flat(expected) * (1 + orig_hooks), rtol=0.0, atol=0.0)
     assert gradients(model) == [None] * 3
     loss_of(model, rank).backward()
-    torch.testing.assert_close(
-        torch.cat([g for g in gradients(model) if g is not None]),
-        flat(expected) * (1 + orig_hooks),
-        rtol=0.0,
-        atol=0.0,
-    )
+    torch.testing.assert_close(flat(model), flat(expected) * (1 + orig_hooks), rtol=0.0, atol=0.0)
 
 
 @own_ranks
@@ -200,8 +195,7 @@ def test_separate_backwards_for_inputs_and_weights(rank: int) -> None:
             backward.stage_backward_weight(each.parameters(), groups)
             found.append(of_inputs[0])
         torch.testing.assert_close(found[0], found[1], rtol=0.0, atol=0.0)
-        grads = [grad for grad in gradients(model) if grad is not None]
-        torch.testing.assert_close(torch.cat(grads), flat(expected), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(flat(model), flat(expected), rtol=1e-6, atol=1e-7)
 
 
 @own_ranks
@@ -256,8 +250,7 @@ def test_ddp_around_units_averages_as_around_the_plain_module(
             with nullcontext() if sync else each.no_sync():
                 loss_of(each, rank, step).backward()
         if sync:
-            grads = [grad for grad in gradients(model) if grad is not None]
-            torch.testing.assert_close(torch.cat(grads), flat(expected), rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(flat(model), flat(expected), rtol=1e-6, atol=1e-7)
         for each in pair if clear else []:
             each.zero_grad()
 

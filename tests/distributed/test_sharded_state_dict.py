@@ -268,7 +268,7 @@ def test_all_units_are_saved_by_one_transfer():
 
 @both_views
 @on_ranks(2)
-def test_missing_value_is_skipped_and_reported(use_orig_params):
+def test_missing_and_unexpected_values_are_reported(use_orig_params):
     source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
     state = saved(source, SHARDED)
     before = saved(target, FULL)
@@ -277,20 +277,14 @@ def test_missing_value_is_skipped_and_reported(use_orig_params):
         load(target, SHARDED, dict(state))
     result = load(target, SHARDED, dict(state), strict=False)
     assert (result.missing_keys, result.unexpected_keys) == (["vector"], [])
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "nowhere"'):
+        load(target, SHARDED, state | {"nowhere": state["one_row"]})
     assert torch.equal(saved(target, FULL)["vector"], before["vector"])
     assert not torch.equal(saved(target, FULL)["one_row"], before["one_row"])
 
 
 @both_views
 @on_ranks(2)
-def test_unexpected_value_is_reported(use_orig_params):
-    model = wrap(odd(0), use_orig_params)
-    state = saved(model, SHARDED)
-    state["nowhere"] = state["vector"]
-    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "nowhere"'):
-        load(model, SHARDED, state)
-
-
 @both_views
 @on_ranks(2)
 def test_values_that_one_rank_lacks_are_refused_on_all_ranks(rank, use_orig_params):

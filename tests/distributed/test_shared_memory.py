@@ -138,26 +138,3 @@ def test_arrays_from_hooks_keep_their_memory(
             assert unsharded_nbytes(model) == 0
             assert_kept(seen)
     assert_same(full_state(expected), full_state(model))
-
-
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_arrays_of_shards_and_gradients_between_steps_change_nothing(
-    rank: int, strategy: str, use_orig_params: bool
-) -> None:
-    results = []
-    for looks in (False, True):
-        model, optimizer = start(use_orig_params, strategy)
-        for index in range(3):
-            model(batch(rank, index)).square().mean().backward()
-            for param in model.parameters() if looks else ():
-                _ = param.detach().numpy()
-                if param.grad is not None:
-                    _ = param.grad.numpy()
-            if looks:
-                _ = [value.numpy() for value in full_state(model).values()]
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        results.append(full_state(model))
-    assert_same(*results)

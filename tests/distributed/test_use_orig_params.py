@@ -187,21 +187,6 @@ def test_optimizers_train_bitwise_as_with_torch(rank: int, strategy: str, optimi
     compare(rank, body, strategy)
 
 
-@all_strategies
-@on_ranks(2)
-def test_groups_give_parameters_their_own_hyperparameters(rank: int, strategy: str) -> None:
-    def body(model: Any, trace: Trace, rank: int) -> None:
-        params = named(model)
-        decayed = [
-            param for name, param in params.items() if not name.endswith("bias") and "norm" not in name
-        ]
-        others = [param for name, param in params.items() if name.endswith("bias") or "norm" in name]
-        groups = [{"params": decayed, "weight_decay": 0.5, "lr": 0.1}, {"params": others, "lr": 0.01}]
-        steps(model, trace, rank, torch.optim.AdamW(groups, weight_decay=0.0), nothing)
-
-    compare(rank, body, strategy)
-
-
 # ----------------------------------------------------------------- gradients kept low, tied weights, offload
 
 

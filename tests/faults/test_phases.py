@@ -126,65 +126,68 @@ def save(model: FSDP, kind: StateDictType) -> None:
         model.state_dict()
 
 
-# call: (module and name of the collective that runs out of memory, function, units in the message)
-GATHERED: dict[str, tuple[Any, str, Callable[[FSDP], Any], str]] = {
-    "summon_full_params": (dist, ALL_GATHER, summon, "Net"),
-    "gradients": (dist, ALL_GATHER, functools.partial(summon, with_grads=True), "Net"),
-    "state_dict": (redistribution, "_all_gather_single", FSDP.state_dict, "Net and 2 units after it"),
+def train(model: FSDP) -> None:
+    model(torch.randn(3, WIDTH)).sum().backward()
+
+
+# call: (module and name of the collective that runs out of memory, function, added text, remedy)
+STEP, OUTSIDE = "fsdp_c.summary(model)", "offload_to_cpu=True"
+OUT_OF_MEMORY: dict[str, tuple[Any, str, Callable[[FSDP], Any], str, str]] = {
+    "forward": (dist, ALL_GATHER, train, ", step 1: {}waits in the all-gather of Net", STEP),
+    "backward": (
+        dist,
+        REDUCE_SCATTER,
+        train,
+        ", step 1: {}waits in the reduction of Block at 'blocks.1'",
+        STEP,
+    ),
+    "summon_full_params": (dist, ALL_GATHER, summon, ": {}gathers Net. ", OUTSIDE),
+    "gradients": (
+        dist,
+        ALL_GATHER,
+        functools.partial(summon, with_grads=True),
+        ": {}gathers Net. ",
+        OUTSIDE,
+    ),
+    "state_dict": (
+        redistribution,
+        "_all_gather_single",
+        FSDP.state_dict,
+        ": {}gathers Net and 2 units after it. ",
+        OUTSIDE,
+    ),
     "sharded": (
         dist,
         "all_to_all_single",
         functools.partial(save, kind=StateDictType.SHARDED_STATE_DICT),
-        "Net and 2 units after it",
+        ": {}gathers Net and 2 units after it. ",
+        OUTSIDE,
     ),
     "iter_full_params": (
         redistribution,
         "_all_gather_single",
         lambda model: list(fsdp_c.iter_full_params(model)),
-        "Net",
+        ": {}gathers Net. ",
+        OUTSIDE,
     ),
 }
 
 
+@pytest.mark.parametrize("call", OUT_OF_MEMORY)
 @on_ranks(2, label="faults")
-def test_out_of_memory_in_a_step_names_rank_unit_and_remedy(rank: int) -> None:
-    """The text is added to torch's own error, which keeps its type and its beginning."""
+def test_out_of_memory_names_rank_unit_and_remedy(rank: int, call: str) -> None:
+    """The text is added once to torch's own error, which keeps its type and its beginning."""
+    module, collective, body, added, remedy = OUT_OF_MEMORY[call]
     model = build()
-    model(torch.randn(3, WIDTH)).sum().backward()
-    for name, doing in (
-        (ALL_GATHER, "all-gather of Net"),
-        (REDUCE_SCATTER, "reduction of Block at 'blocks.1'"),
-    ):
-        full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        with mock.patch.object(dist, name, side_effect=full):
-            with pytest.raises(torch.OutOfMemoryError) as raised:
-                model(torch.randn(3, WIDTH)).sum().backward()
-        first, second = str(raised.value).splitlines()
-        assert raised.value is full and first == "CUDA out of memory. Tried to allocate 2.00 GiB"
-        assert re.match(
-            f"rank {rank}, step 1: memory ran out while this rank waits in the {doing}", second
-        ), second
-        assert "fsdp_c.summary(model)" in second and "collective failed" not in second
-
-
-@pytest.mark.parametrize("name", GATHERED)
-@on_ranks(2, label="faults")
-def test_out_of_memory_outside_a_step_names_rank_unit_and_remedy(rank: int, name: str) -> None:
-    """The text is added once, however deep the call was nested."""
-    module, collective, body, unit = GATHERED[name]
-    model = build()
-    model(torch.randn(3, WIDTH)).sum().backward()
+    train(model)
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    with (
-        mock.patch.object(module, collective, side_effect=full),
-        pytest.raises(torch.OutOfMemoryError) as raised,
-    ):
-        body(model)
+    with mock.patch.object(module, collective, side_effect=full):
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            body(model)
     first, second = str(raised.value).splitlines()
     assert raised.value is full and first == "CUDA out of memory. Tried to allocate 2.00 GiB"
-    assert second.startswith(
-        f"rank {rank}: memory ran out while this rank gathers {unit}. offload_to_cpu=True"
-    )
+    assert second.startswith(f"rank {rank}" + added.format("memory ran out while this rank ")), second
+    assert remedy in second and "collective failed" not in second
     body(model)
 
 
