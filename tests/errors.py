@@ -97,7 +97,7 @@ class Row(NamedTuple):
     )
 
 
-class Said(NamedTuple):
+class Message(NamedTuple):
     kind: type
     text: str
     notes: str
@@ -107,7 +107,7 @@ def check(row: Row) -> None:
     """Check that both implementations report the error with the same kind, and that our message begins with
     the phrase.
     """
-    torchs, ours = said(TORCHS, row), said(OURS, row)
+    torchs, ours = message_of(TORCHS, row), message_of(OURS, row)
     both = f"torch: {torchs}\nours: {ours}"
     torchs_kind, torchs_phrase = row.torchs or (row.kind, row.phrase)
     assert torchs.kind is torchs_kind and ours.kind is row.kind, both
@@ -119,7 +119,7 @@ def check(row: Row) -> None:
     assert (ours.text.splitlines()[0] == torchs.text) == row.whole, both
 
 
-def said(implementation: Implementation, row: Row) -> Said:
+def message_of(implementation: Implementation, row: Row) -> Message:
     """Return the error raised by ``implementation`` for ``row``, or else the first warning with the phrase."""
     error = None
     with collected(implementation.logger) as collection:
@@ -132,10 +132,10 @@ def said(implementation: Implementation, row: Row) -> Said:
     if not issubclass(row.kind, (Warning, logging.LogRecord)):
         assert error is not None, f"{row.id}: nothing was raised"
         text = error.args[0] if isinstance(error, KeyError) else str(error)
-        return Said(type(error), text, "\n".join(getattr(error, "__notes__", [])))
+        return Message(type(error), text, "\n".join(getattr(error, "__notes__", [])))
     having = [one for one in collection if row.phrase in one.text]
     if not having:
-        raise AssertionError(f"{row.id}: not said, but {[one.text for one in collection]}") from error
+        raise AssertionError(f"{row.id}: no such message, but {[one.text for one in collection]}") from error
     return having[0]
 
 
@@ -149,17 +149,17 @@ def forget_torchs_units() -> None:
 
 
 @contextlib.contextmanager
-def collected(logger: str) -> Iterator[list[Said]]:
+def collected(logger: str) -> Iterator[list[Message]]:
     """Collect warnings, and log records of ``logger`` from INFO on. The list is complete at exit."""
-    found: list[Said] = []
+    found: list[Message] = []
     handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: found.append(Said(logging.LogRecord, record.getMessage(), ""))  # type: ignore[method-assign]
+    handler.emit = lambda record: found.append(Message(logging.LogRecord, record.getMessage(), ""))  # type: ignore[method-assign]
     logging.getLogger(logger).addHandler(handler)
     try:
         with warnings.catch_warnings(record=True) as record:
             warnings.simplefilter("always")
             yield found
-        found += [Said(one.category, str(one.message), "") for one in record]
+        found += [Message(one.category, str(one.message), "") for one in record]
     finally:
         logging.getLogger(logger).removeHandler(handler)
 
@@ -173,8 +173,8 @@ def rows(text: str, provoke: dict[str, Callable[[Implementation], Any]]) -> list
     """
     found = []
     for row in re.split(r"\n(?!    )", text.strip()):
-        told, *others = (re.sub(r"\n +", " ", part) for part in re.split(r"\n    (?=also: |ours: )", row))
-        one, kind, phrase = told.split(" | ", 2)
+        head, *others = (re.sub(r"\n +", " ", part) for part in re.split(r"\n    (?=also: |ours: )", row))
+        one, kind, phrase = head.split(" | ", 2)
         name, _, whole = kind.partition(", ")
         more = dict(other.split(": ", 1) for other in others)
         found.append(

@@ -93,8 +93,8 @@ def is_stale(target: Path, inputs: Sequence[Path]) -> bool:
 def call(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        said = (done.stdout + done.stderr)[-4000:]
-        raise RuntimeError(f"a library that tests run on cannot be built: {' '.join(command)}\n{said}")
+        output = (done.stdout + done.stderr)[-4000:]
+        raise RuntimeError(f"a library that tests run on cannot be built: {' '.join(command)}\n{output}")
 
 
 def soname(name: str) -> str:

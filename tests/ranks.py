@@ -116,20 +116,20 @@ def _body(module: str, name: str) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _nothing_unraisable() -> Iterator[None]:
     """Raise AssertionError if an exception in the body was only printed, as an exception in a finalizer is."""
-    said: list[str] = []
+    raised: list[str] = []
 
-    def hear(one: Any) -> None:
+    def record(one: Any) -> None:
         if not inspect.isgenerator(
             one.object
         ):  # a range of torch's profiler in its FSDP1 raises when closed late
-            said.append(f"{one.err_msg or 'Exception ignored in'} {one.object!r}: {one.exc_value!r}")
+            raised.append(f"{one.err_msg or 'Exception ignored in'} {one.object!r}: {one.exc_value!r}")
 
-    before, sys.unraisablehook = sys.unraisablehook, hear
+    before, sys.unraisablehook = sys.unraisablehook, record
     try:
         yield
     finally:
         sys.unraisablehook = before
-    assert not said, "\n".join(said)
+    assert not raised, "\n".join(raised)
 
 
 def _run_body(module: str, name: str, rank: int, world_size: int, kwargs: dict[str, Any]) -> Outcome:

@@ -164,7 +164,7 @@ def test_autograd_grad_of_shards_is_refused(rank: int) -> None:
 @own_ranks
 def test_backward_with_inputs_warns_of_original_parameters_left_out(rank: int) -> None:
     """Zero-bubble schedules call such backwards first. A plain backward is not warned of."""
-    for use_orig_params, said in ((True, {"0", "2", "4"}), (False, set())):
+    for use_orig_params, warned in ((True, {"0", "2", "4"}), (False, set())):
         model = wrapped(use_orig_params=use_orig_params)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -177,7 +177,7 @@ def test_backward_with_inputs_warns_of_original_parameters_left_out(rank: int) -
             re.search(r"rank (\d), unit Linear at '(\d)': a backward to named", str(one.message))
             for one in caught
         ]
-        assert {found[2] for found in units if found and found[1] == str(rank)} == said
+        assert {found[2] for found in units if found and found[1] == str(rank)} == warned
 
 
 @own_ranks

@@ -81,10 +81,6 @@ def tensors(model: FSDP) -> None:
     functional_call(model, halved(dict(model.named_parameters())), (batch(),))
 
 
-def new_parameters(model: FSDP) -> None:
-    functional_call(model, halved(dict(model.named_parameters()), nn.Parameter), (batch(),))
-
-
 def whole_tensors(model: FSDP) -> None:
     functional_call(model, halved(full(plain())), (batch(),))
 
@@ -98,10 +94,6 @@ def parameters_of_another(model: FSDP) -> None:
     other = wrap(plain(), model.sharding_strategy.name, use_orig_params=model._use_orig_params)
     evaluated(other)
     functional_call(model, dict(other.named_parameters()), (batch(),))
-
-
-def by_stateless(model: FSDP) -> None:
-    stateless.functional_call(model, halved(dict(model.named_parameters())), (batch(),))
 
 
 def by_reparametrizing(model: FSDP) -> None:
@@ -142,10 +134,8 @@ def after_no_sync(model: FSDP) -> None:
 
 SWAPS: list[Callable[[FSDP], None]] = [
     tensors,
-    new_parameters,
     one_tensor,
     parameters_of_another,
-    by_stateless,
     by_reparametrizing,
     by_grad,
     by_vmap,

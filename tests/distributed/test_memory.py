@@ -87,7 +87,7 @@ HELD: dict[str, tuple[dict[str, Any], tuple[int, int], tuple[int, int]]] = {
     "SHARD_GRAD_OP": ({}, (ALL, ALL), (ALL, 0)),
     "SHARD_GRAD_OP-bf16": ({"mixed_precision": LOW}, (ALL, ALL), (ALL, 0)),
     "NO_SHARD": ({}, (0, 0), (0, 0)),
-    "NO_SHARD-bf16": ({"mixed_precision": LOW}, (2, HELD_BACK), (3, 0)),
+    "NO_SHARD-bf16": ({"mixed_precision": LOW}, (2 + HELD_BACK, HELD_BACK), (3, 0)),
 }
 
 

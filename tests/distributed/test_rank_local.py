@@ -40,9 +40,9 @@ def grads_of(params: Any) -> list[Tensor]:
 
 
 def of_all_ranks(value: Tensor | float) -> list[float]:
-    told = [0.0] * dist.get_world_size()
-    dist.all_gather_object(told, float(value))
-    return told
+    values = [0.0] * dist.get_world_size()
+    dist.all_gather_object(values, float(value))
+    return values
 
 
 def plain_net() -> Net:
@@ -61,8 +61,10 @@ def test_get_total_norm_without_install_is_local_and_warned_of_once(
 ) -> None:
     model = wrapped(kind, use_orig_params=use_orig_params)
     backward(model, rank)
-    told = pytest.warns(UserWarning, match=rf"rank {rank}, unit Net: .*get_total_norm.*model.clip_grad_norm_")
-    with told if kind is FSDP else contextlib.nullcontext():
+    warned = pytest.warns(
+        UserWarning, match=rf"rank {rank}, unit Net: .*get_total_norm.*model.clip_grad_norm_"
+    )
+    with warned if kind is FSDP else contextlib.nullcontext():
         norms = of_all_ranks(torch.nn.utils.get_total_norm(grads_of(model.parameters())))
     assert norms[0] != norms[1]
     with nothing_told():

@@ -176,9 +176,9 @@ def test_training_has_the_bits_of_vectors(strategy: str, use_orig_params: bool, 
 @on_ranks(2)
 def test_a_scalar_is_a_vector_of_one_or_no_element_between_steps() -> None:
     model = units(Scaled(), "FULL_SHARD", True)
-    told: list[Any] = [None, None]
-    dist.all_gather_object(told, model.module.logit_scale.shape)
-    assert sorted(told) == [(0,), (1,)]
+    shapes: list[Any] = [None, None]
+    dist.all_gather_object(shapes, model.module.logit_scale.shape)
+    assert sorted(shapes) == [(0,), (1,)]
     (info,) = (
         info
         for fqn, info in zip(model._flat_param._fqns, model._flat_param._shard_param_infos, strict=True)

@@ -29,18 +29,7 @@ pytestmark = pytest.mark.slow
 TEXT = ROOT / "LICENSE"
 CONTEXT = 16
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", str(CONTEXT), "--data", str(TEXT)]
-SHORT = [
-    "--steps",
-    "4",
-    "--warmup",
-    "1",
-    "--eval-every",
-    "2",
-    "--eval-batches",
-    "1",
-    "--checkpoint-every",
-    "2",
-]
+SHORT = "--steps 4 --warmup 1 --eval-every 2 --eval-batches 1 --checkpoint-every 2".split()
 
 
 def train(*flags: str, world_size: int = 2) -> subprocess.CompletedProcess[str]:

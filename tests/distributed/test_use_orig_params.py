@@ -67,26 +67,15 @@ def compare(rank: int, body: Body, strategy: str, torch_races: bool = False, **a
     return actual
 
 
-def steps(
-    model: Any,
-    trace: Trace,
-    rank: int,
-    optimizer: Any,
-    before: Callable[[dict[str, nn.Parameter], int], None],
-) -> None:
-    """STEPS steps; ``before(params, step)`` acts before each. The parameters are those of the start."""
+def steps(model: Any, trace: Trace, rank: int, optimizer: Any) -> None:
+    """Run STEPS steps and record the parameters of the start after each backward and each step."""
     params = named(model)
     for step in range(STEPS):
-        before(params, step)
         backward(model, step, rank)
         trace.record(f"step {step} backward", params)
         optimizer.step()
         optimizer.zero_grad()
         trace.record(f"step {step}", params)
-
-
-def nothing(params: dict[str, nn.Parameter], step: int) -> None:
-    pass
 
 
 # ----------------------------------------------------------------- visible parameters
@@ -144,14 +133,14 @@ def test_the_flat_gradient_is_freed_with_the_last_parameters_gradient(rank: int,
 @on_ranks(2)
 def test_a_model_dropped_with_its_gradients_raises_nothing(rank: int, strategy: str) -> None:
     gc.collect()  # contexts that torch left open in other tests may raise when closed
-    said: list[str] = []
+    raised: list[str] = []
     model = sharded("fsdp_c", strategy)
     backward(model, 0, rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "unraisablehook", lambda one: said.append(str(one.exc_value)))
+        patch.setattr(sys, "unraisablehook", lambda one: raised.append(str(one.exc_value)))
         del model
         gc.collect()
-    assert not said
+    assert not raised
 
 
 @all_strategies
@@ -182,7 +171,7 @@ def test_weights_after_forward_and_backward_have_torchs_types_and_shapes(
 @on_ranks(2)
 def test_optimizers_train_bitwise_as_with_torch(rank: int, strategy: str, optimizer_name: str) -> None:
     def body(model: Any, trace: Trace, rank: int) -> None:
-        steps(model, trace, rank, OPTIMIZERS[optimizer_name](model.parameters()), nothing)
+        steps(model, trace, rank, OPTIMIZERS[optimizer_name](model.parameters()))
 
     compare(rank, body, strategy)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.test_use_orig_params import OPTIMIZERS, Trace, backward, compare, named, nothing, steps
+from tests.distributed.test_use_orig_params import OPTIMIZERS, Trace, backward, compare, named, steps
 from tests.models import WIDTH
 from tests.parity.engine import implementation
 from tests.ranks import all_strategies, device, on_ranks
@@ -26,7 +26,7 @@ def build(which: str, level: dist.DebugLevel = dist.DebugLevel.INFO, **arguments
         return sharded(which, **arguments)
 
 
-def said(record: list[warnings.WarningMessage], text: str) -> list[str]:
+def messages_with(text: str, record: list[warnings.WarningMessage]) -> list[str]:
     return [message for one in record if text in (message := str(one.message))]
 
 
@@ -48,7 +48,7 @@ def test_writeback_is_warned_of_under_debug_info(rank: int) -> None:
                 warnings.simplefilter("always")
                 with torch.no_grad():
                     model(X)
-            found = said(record, "needs writeback")
+            found = messages_with("needs writeback", record)
             counts[which, level.name] = sorted(text.split()[2] for text in found)
             assert all(f"[Rank {rank}]" in text for text in found)
     wanted = {"INFO": ["Gradient", "Parameter"], "OFF": []}
@@ -91,7 +91,7 @@ def test_edited_parameters_reach_the_shards(rank: int, strategy: str, edit: str)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         with torch.no_grad():
             trace["output"] = model(batch(rank, 0))
-        steps(model, trace, rank, optimizer, nothing)
+        steps(model, trace, rank, optimizer)
 
     trace = compare(rank, body, strategy)
     with torch.no_grad():

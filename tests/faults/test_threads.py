@@ -18,5 +18,5 @@ TIMEOUT_S = 1800 if EXHAUSTIVE else 400
 def test_threads_that_build_step_and_drop_units_get_their_own_results() -> None:
     rounds = 1000 if EXHAUSTIVE else 20
     command = f"-W ignore -X faulthandler -m tests.faults.threads {rounds}".split()
-    said = output_of_python(*command, cwd=ROOT, timeout_s=TIMEOUT_S, OMP_NUM_THREADS="1")
-    assert json.loads(said) == {"wrong": [0, 0, 0, 0], "units": 0, "live": 0}
+    printed = output_of_python(*command, cwd=ROOT, timeout_s=TIMEOUT_S, OMP_NUM_THREADS="1")
+    assert json.loads(printed) == {"wrong": [0, 0, 0, 0], "units": 0, "live": 0}
