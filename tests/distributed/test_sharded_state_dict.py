@@ -285,8 +285,6 @@ def test_missing_and_unexpected_values_are_reported(use_orig_params):
 
 @both_views
 @on_ranks(2)
-@both_views
-@on_ranks(2)
 def test_values_that_one_rank_lacks_are_refused_on_all_ranks(rank, use_orig_params):
     source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
     before, state = saved(target, FULL), saved(source, SHARDED)
