@@ -55,7 +55,7 @@ demo: build ## train the example language model on 2 ranks: RANKS=4 DEMO_FLAGS="
 # `make test-all` takes the others too. WORKERS tests run beside each other.
 QUICK := tests/test_architecture.py tests/unit tests/native tests/parity/test_differences.py --ignore tests/native/test_cuda.py
 LONG := tests/distributed tests/parity tests/faults tests/native/test_cuda.py --ignore tests/parity/test_differences.py
-ON_GPU := tests/cuda tests/simulated_gpu tests/races
+ON_GPU := tests/cuda tests/simulated_gpu tests/races benchmarks/timeline
 ON_ANY_DEVICE := tests/distributed tests/parity tests/faults/test_every_point.py
 PART := 48
 WORKERS ?= 2

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.model_shapes import MODELS, Model
-from benchmarks.timeline_row import ALONE, IMPLEMENTATIONS, Row, in_processes, peaks_MiB, train
+from benchmarks.timeline.row import ALONE, IMPLEMENTATIONS, Row, in_processes, peaks_MiB, train
+from benchmarks.timeline.shapes import MODELS, Model
 
 WORLD, WARM_UP, REPEATS = 8, 4, 5
 MACHINE = "h100_copies"
@@ -82,7 +82,7 @@ def measure(row: Row) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from benchmarks.timeline_models import build
+    from benchmarks.timeline.models import build
 
     torch.manual_seed(0)
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -103,11 +103,11 @@ def count_steps(implementation: str, program: str) -> dict[str, int]:
 
 
 def count_in_a_process(implementation: str, program: str) -> dict[str, int]:
-    from tests.simulated_gpu import timeline
+    from benchmarks.timeline import measure
 
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.driver_calls", "--count", implementation]
     command += ["--program", program]
-    environment = os.environ | timeline.environment()
+    environment = os.environ | measure.environment()
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
@@ -129,7 +129,7 @@ def table(implementations: list[str], programs: list[str]) -> str:
 
 
 def main() -> None:
-    from benchmarks.timeline_row import IMPLEMENTATIONS
+    from benchmarks.timeline.row import IMPLEMENTATIONS
 
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter

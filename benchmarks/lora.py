@@ -70,8 +70,8 @@ def wrapped(model: nn.Module, implementation: str, use_orig_params: bool, split:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     from benchmarks.common import fsdp_class
-    from benchmarks.timeline_models import Block, fsdp2
-    from benchmarks.timeline_row import Row
+    from benchmarks.timeline.models import Block, fsdp2
+    from benchmarks.timeline.row import Row
     from fsdp_c.wrap import split_frozen
 
     if implementation == "torch.fsdp2":
@@ -96,8 +96,8 @@ def run_row(name: str, model_name: str, world_size: int) -> dict[str, float]:
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from benchmarks.model_shapes import MODELS
-    from benchmarks.timeline_models import Llama
+    from benchmarks.timeline.models import Llama
+    from benchmarks.timeline.shapes import MODELS
 
     sent = {"gathered": 0, "reduced": 0, "gathers": 0, "reductions": 0}
 
@@ -152,11 +152,11 @@ def run_row(name: str, model_name: str, world_size: int) -> dict[str, float]:
 
 
 def in_a_process(name: str, model: str, world_size: int) -> dict[str, float]:
-    from tests.simulated_gpu import timeline
+    from benchmarks.timeline import measure
 
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.lora", "--row", name, "--model", model]
     command += ["--world-size", str(world_size)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | timeline.environment())
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | measure.environment())
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
         raise RuntimeError(f"{name} failed:\n{done.stderr[-3000:]}")

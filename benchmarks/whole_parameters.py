@@ -172,16 +172,16 @@ def modelled(model_name: str, machine_name: str) -> dict[str, float]:
     """Simulate the step with the model of time. Runs in a process of the simulated GPU."""
     import torch._meta_registrations  # shapes of operators registered in Python only
 
-    from benchmarks.model_shapes import MODELS
-    from benchmarks.timeline_models import build
-    from benchmarks.timeline_row import Row, machine_of, set_machine
+    from benchmarks.timeline import measure
+    from benchmarks.timeline.models import build
+    from benchmarks.timeline.row import Row, machine_of, set_machine
+    from benchmarks.timeline.shapes import MODELS
     from fsdp_c.optim import whole_parameters
-    from tests.simulated_gpu import timeline
 
     machine, shape = machine_of(machine_name), MODELS[model_name]
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=machine["world_size"])
     set_machine(machine)
-    timeline.host_is_free()
+    measure.host_is_free()
     model, parameters = build(Row("fsdp_c", model_name, machine_name), shape, shape.sequence, machine)
     for param in model.parameters():
         param.grad = torch.empty_like(param)
@@ -207,7 +207,7 @@ def modelled(model_name: str, machine_name: str) -> dict[str, float]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with sent.counting(), timeline.step() as taken:
+    with sent.counting(), measure.step() as taken:
         optimizer.step()
     peak = torch.cuda.max_memory_allocated() - before
     del optimizer
@@ -221,10 +221,10 @@ def modelled(model_name: str, machine_name: str) -> dict[str, float]:
     whole = torch.empty(nbytes // 4, device="cuda")
     shard = torch.empty(len(whole) // machine["world_size"], device="cuda")
     for _ in range(2):
-        with timeline.step() as of_all:
+        with measure.step() as of_all:
             for each in inner:
                 each.step()
-    with timeline.step() as gathered:
+    with measure.step() as gathered:
         dist.all_gather_into_tensor(whole[: len(shard) * machine["world_size"]], shard)
     blocks = len(list(model.module.blocks))
     return {
@@ -250,7 +250,7 @@ def muon_and_adamw(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Op
 
 
 def modelled_page(model_name: str, machines: list[str]) -> str:
-    from tests.simulated_gpu import timeline
+    from benchmarks.timeline import measure
 
     heads = ("step ms", "computation", "movement", "/ slower", "MiB sent", "peak +MiB")
     alike = ("every rank all: ms at best", "computation", "movement", "MiB sent")
@@ -259,7 +259,7 @@ def modelled_page(model_name: str, machines: list[str]) -> str:
     for machine in machines:
         command = [sys.executable, "-m", "benchmarks.whole_parameters", "--modelled", model_name, machine]
         done = subprocess.run(
-            command, capture_output=True, text=True, env=os.environ | timeline.environment(160)
+            command, capture_output=True, text=True, env=os.environ | measure.environment(160)
         )
         if done.returncode:
             raise RuntimeError(done.stderr[-3000:])

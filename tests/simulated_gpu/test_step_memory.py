@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.timeline_row import IMPLEMENTATIONS, Row, in_a_process
+from benchmarks.timeline import measure
+from benchmarks.timeline.row import IMPLEMENTATIONS, Row, in_a_process
 from tests.processes import ROOT, output_of_python
-from tests.simulated_gpu import timeline
 
 SHAPES: dict[str, dict[str, Any]] = {
     "most at the end of the backward": {"machine": "nvlink8", "sequence": 256},
@@ -43,7 +43,7 @@ import torch, torch._meta_registrations, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from fsdp_c import FullyShardedDataParallel as FSDP
-from tests.simulated_gpu.timeline import Block, memory, nbytes_of
+from benchmarks.timeline.measure import Block, memory, nbytes_of
 
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=8)
 with torch.device("cuda"):
@@ -73,7 +73,7 @@ start = torch.cuda.memory_allocated()
 
 def run(program: str, **variables: str) -> None:
     code = PARTS + program + "\nimport os, sys\nsys.stdout.flush(); os._exit(0)"
-    output_of_python("-c", code, cwd=ROOT, timeout_s=1800, **timeline.environment() | variables)
+    output_of_python("-c", code, cwd=ROOT, timeout_s=1800, **measure.environment() | variables)
 
 
 def test_what_steps_gather_is_cut_of_one_segment_without_rests() -> None:

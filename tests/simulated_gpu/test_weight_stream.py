@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.timeline import measure
 from tests.processes import ROOT, output_of_python
-from tests.simulated_gpu import timeline
 
 PROGRAM = """
 import json, os, sys
@@ -20,15 +20,15 @@ import torch, torch.distributed as dist
 from torch import nn
 from fsdp_c import FullyShardedDataParallel as FSDP, iter_full_params
 from fsdp_c.wrap import ModuleWrapPolicy
-from tests.simulated_gpu import timeline
-from tests.simulated_gpu.timeline import COMMUNICATION, COPY, busy, common, memory, nbytes_of, step, total
+from benchmarks.timeline import measure
+from benchmarks.timeline.measure import COMMUNICATION, COPY, busy, common, memory, nbytes_of, step, total
 
 options = json.loads(sys.argv[1])
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=8)
-timeline.host_is_free()
-timeline.set_costs(memory=1e6, least=2.0, pcie=options.pop("pcie"))
-timeline.set_wire(False, [(1.0, 10.0), (1e9, 10.0 + 1e5)])  # 10,000 bytes in a us
-timeline.set_wire(True, [(1.0, 10.0), (1e9, 10.0 + 1e5)])
+measure.host_is_free()
+measure.set_costs(memory=1e6, least=2.0, pcie=options.pop("pcie"))
+measure.set_wire(False, [(1.0, 10.0), (1e9, 10.0 + 1e5)])  # 10,000 bytes in a us
+measure.set_wire(True, [(1.0, 10.0), (1e9, 10.0 + 1e5)])
 width, layers = 256, 32
 layer = lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
 model = FSDP(
@@ -62,7 +62,7 @@ sys.stdout.flush(); os._exit(0)
 
 def measured(**options: Any) -> dict[str, float]:
     given = json.dumps({"lets_go": False, "pcie": 10_000.0} | options)
-    said = output_of_python("-c", PROGRAM, given, cwd=ROOT, **timeline.environment())
+    said = output_of_python("-c", PROGRAM, given, cwd=ROOT, **measure.environment())
     found: dict[str, float] = json.loads(said.strip().splitlines()[-1])
     return found
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.model_shapes import MODELS
-from benchmarks.timeline_row import Result, Row, in_processes
+from benchmarks.timeline.row import Result, Row, in_processes
+from benchmarks.timeline.shapes import MODELS
 
 TITAN = "pytorch/torchtitan b5bcd76, benchmarks/llama3_h100_202412_torchtitan.md"
 TITAN_PR = "pytorch/torchtitan PR 165"

@@ -18,7 +18,7 @@ import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 
-from tests.simulated_gpu.timeline import COMMUNICATION, COMPUTE, HOST_WAITS, Span, Step
+from benchmarks.timeline.measure import COMMUNICATION, COMPUTE, HOST_WAITS, Span, Step
 
 LEAST_SHARE = 0.1  # fraction of the multiprocessors left to kernels, however many collectives run
 

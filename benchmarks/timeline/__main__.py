@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.model_shapes import MODELS, SMALL_TO_LARGE
-from benchmarks.published import ROWS, compare, report
-from benchmarks.timeline_row import ALONE, IMPLEMENTATIONS, MACHINES, Result, Row, in_a_process, machine_of
+from benchmarks.timeline.published import ROWS, compare, report
+from benchmarks.timeline.row import ALONE, IMPLEMENTATIONS, MACHINES, Result, Row, in_a_process, machine_of
+from benchmarks.timeline.shapes import MODELS, SMALL_TO_LARGE
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
 # options of a row that are also flags of the command line
@@ -213,15 +213,18 @@ def most_of(result: Result) -> str:
 def draw(paths: dict[str, str], path: str) -> None:
     import pickle
 
-    from benchmarks import timeline_stalls
+    from benchmarks.timeline import stalls
 
     steps = {name: pickle.loads(Path(spans).read_bytes()) for name, spans in paths.items()}
-    timeline_stalls.picture(steps, path)
+    stalls.picture(steps, path)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.timeline",
+        description=__doc__,
+        epilog=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     known = sorted(path.stem for path in MACHINES.glob("*.json"))
     parser.add_argument("--model", nargs="+", default=["6.7B"], choices=list(MODELS))
@@ -266,7 +269,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--published",
         action="store_true",
-        help="compare published measurements with the model (benchmarks/published.py)",
+        help="compare published measurements with the model (benchmarks/timeline/published.py)",
     )
     parser.add_argument("--free-host", action="store_true", help="set the host's costs to zero")
     parser.add_argument(

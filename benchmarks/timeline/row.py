@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.model_shapes import MODELS
+from benchmarks.timeline.shapes import MODELS
 
 MACHINES = Path(__file__).resolve().parent / "machines"
 IMPLEMENTATIONS = ("torch.fsdp1", "torch.fsdp2", "fsdp_c")
@@ -147,23 +147,23 @@ def at_nodes(bandwidth: dict[str, float], nodes: int) -> float:
 
 def set_machine(machine: dict[str, Any]) -> None:
     """Configure the simulated GPU as a machine. Runs in a process of the simulated GPU."""
-    from tests.simulated_gpu import timeline
+    from benchmarks.timeline import measure
 
     world_size, per_node = machine["world_size"], machine["gpus_per_node"]
-    timeline.set_costs(gpus_per_node=per_node, **machine["gpu"])
+    measure.set_costs(gpus_per_node=per_node, **machine["gpu"])
     for name in ("flops_16", "attention"):
-        timeline.set_costs(**{name: timeline.native().cost(name) * machine.get("speed", 1.0)})
+        measure.set_costs(**{name: measure.native().cost(name) * machine.get("speed", 1.0)})
     if "attention" in machine:
-        timeline.set_costs(attention=machine["attention"])
+        measure.set_costs(attention=machine["attention"])
     within, between = machine["within_node"], machine.get("between_nodes")
     of_node = us_by_nbytes(within, min(per_node, world_size), 1, per_node)
-    timeline.set_wire(False, of_node, multiprocessors=within.get("multiprocessors", 0.0))
+    measure.set_wire(False, of_node, multiprocessors=within.get("multiprocessors", 0.0))
     if between:
         nodes = math.ceil(world_size / per_node)
         # one table for all groups, and one for groups of one GPU per node, over which replicas reduce
         for key, ranks in ((0, world_size), (nodes, nodes)):
             times = us_by_nbytes(between, ranks, nodes, per_node)
-            timeline.set_wire(True, times, key, between.get("multiprocessors", 0.0))
+            measure.set_wire(True, times, key, between.get("multiprocessors", 0.0))
 
 
 # ---- simulation of one row
@@ -175,10 +175,9 @@ def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result
     import torch._meta_registrations  # shapes of operators registered in Python only
     import torch.distributed as dist
 
-    from benchmarks import timeline_stalls
-    from benchmarks.contention import contended
-    from benchmarks.timeline_models import build
-    from tests.simulated_gpu import timeline
+    from benchmarks.timeline import measure, stalls
+    from benchmarks.timeline.contention import contended
+    from benchmarks.timeline.models import build
 
     torch.set_num_threads(1)
     machine, shape = machine_of_row(row), MODELS[row.model]
@@ -186,9 +185,9 @@ def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result
     sequence = row.sequence or shape.sequence
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=machine["world_size"])
     set_machine(machine)
-    timeline.set_costs(unit=UNIT_US[row.implementation])
+    measure.set_costs(unit=UNIT_US[row.implementation])
     if row.free_host:
-        timeline.host_is_free()
+        measure.host_is_free()
     model, parameters = build(row, shape, sequence, machine)
     optimizer = (
         torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) if row.implementation != ALONE else None
@@ -199,11 +198,11 @@ def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result
             torch.cuda.empty_cache()  # free the memory that only the first step uses
         if number == 3:
             torch.cuda.reset_peak_memory_stats()
-        with timeline.step() as taken, timeline.memory() as memory:
+        with measure.step() as taken, measure.memory() as memory:
             train(row, model, optimizer, tokens)
     shared = contended(taken)
     if trace:
-        timeline_stalls.trace(shared, trace)
+        stalls.trace(shared, trace)
     if spans:
         import pickle
 
@@ -257,10 +256,9 @@ def result_of(
     """Return the result of a step from its spans without contention (``taken``) and with it (``shared``)."""
     import torch
 
-    from benchmarks import timeline_stalls
-    from tests.simulated_gpu import timeline
+    from benchmarks.timeline import measure, stalls
 
-    gathers, scatters = taken.of(timeline.GATHER), taken.of(timeline.SCATTER)
+    gathers, scatters = taken.of(measure.GATHER), taken.of(measure.SCATTER)
     first_and_last = [*gathers[:1], *scatters[-1:]]
     ends = sum(span.end - span.begin for span in first_and_last)
     optimizer = sum(span.end - span.begin for span in taken.main if "fused_adam" in span.name)
@@ -282,9 +280,9 @@ def result_of(
         *peaks_MiB(),
         torch.cuda.memory_allocated() / 2**20,
         parameters,
-        timeline_stalls.stalls(shared)[:most],
-        timeline_stalls.stalls(shared, without=left_out)[:MOST_STALLS],
-        timeline_stalls.wire_stalls(shared)[:MOST_STALLS],
+        stalls.stalls(shared)[:most],
+        stalls.stalls(shared, without=left_out)[:MOST_STALLS],
+        stalls.wire_stalls(shared)[:MOST_STALLS],
         largest(memory.at_peak)[:most],
         largest(memory.idle_at_peak)[:most],
     )
@@ -298,11 +296,11 @@ def memory_of(row: Row) -> dict[str, str]:
 
 def in_a_process(row: Row, most: int = 0, trace: str | None = None, spans: str | None = None) -> Result:
     """Simulate a row in a new process and return its result."""
-    from tests.simulated_gpu import timeline
+    from benchmarks.timeline import measure
 
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.timeline_row"]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.timeline.row"]
     command.append(json.dumps({"row": vars(row), "most": most, "trace": trace, "spans": spans}))
-    environment = os.environ | timeline.environment() | memory_of(row)
+    environment = os.environ | measure.environment() | memory_of(row)
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:

@@ -13,22 +13,27 @@ from typing import Any
 
 import pytest
 
+from benchmarks.timeline import measure
+from benchmarks.timeline.measure import COMPUTE, GATHER, Span, Step
+from tests import simulated_gpu
 from tests.processes import ROOT, output_of_python
-from tests.simulated_gpu import timeline
-from tests.simulated_gpu.timeline import COMPUTE, GATHER, Span, Step
+
+pytestmark = pytest.mark.skipif(
+    not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"
+)
 
 PREPARATION = """
 import json, torch, torch.distributed as dist
-from tests.simulated_gpu import timeline
-from tests.simulated_gpu.timeline import step
+from benchmarks.timeline import measure
+from benchmarks.timeline.measure import step
 
-world_size = 8 if timeline.native().has_only_shapes() else 1
+world_size = 8 if measure.native().has_only_shapes() else 1
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=world_size)
-timeline.host_is_free()
-timeline.set_costs(memory=1000.0, flops_16=1000.0, flops_32=1000.0, product=0.0, attention=500.0)
-timeline.set_costs(least=2.0, pcie=100.0)
-timeline.set_wire(False, [(1.0, 10.01), (1e9, 10.0 + 1e7)])
-timeline.set_wire(True, [(1.0, 1001.0), (1e9, 1000.0 + 1e9)])
+measure.host_is_free()
+measure.set_costs(memory=1000.0, flops_16=1000.0, flops_32=1000.0, product=0.0, attention=500.0)
+measure.set_costs(least=2.0, pcie=100.0)
+measure.set_wire(False, [(1.0, 10.01), (1e9, 10.0 + 1e7)])
+measure.set_wire(True, [(1.0, 1001.0), (1e9, 1000.0 + 1e9)])
 main, side = torch.cuda.current_stream(), torch.cuda.Stream()
 large = torch.empty(25_000, device="cuda")  # 100 us to read, as much to write
 small = torch.empty(8, device="cuda")       # 2 us, the least
@@ -45,7 +50,7 @@ def run(program: str, settings: dict[str, str] | None = None) -> dict[str, Any]:
         + textwrap.dedent(program)
         + "\nprint(json.dumps(times))\nimport os, sys\nsys.stdout.flush(); os._exit(0)"
     )
-    said = output_of_python("-c", code, cwd=ROOT, **timeline.environment() | (settings or {}))
+    said = output_of_python("-c", code, cwd=ROOT, **measure.environment() | (settings or {}))
     return json.loads(said.strip().splitlines()[-1])
 
 
@@ -66,7 +71,7 @@ def test_kernels_take_what_their_bytes_and_their_operations_say() -> None:
         times["a product"] = s.time
         with step() as s: large.to("cpu", non_blocking=True)
         times["to the host"] = s.time
-        timeline.set_costs(product=7.0)
+        measure.set_costs(product=7.0)
         with step() as s: square @ square
         times["a product, with what each takes beside"] = s.time
         half = torch.empty(1, 2, 64, 32, device="cuda", dtype=torch.bfloat16)
@@ -94,7 +99,7 @@ def test_collectives_take_what_the_wire_says() -> None:
         times["scatter"] = s.time - GATHER
         with step() as s: dist.all_reduce(whole)
         times["reduce"] = s.time - 2 * GATHER
-        timeline.set_costs(gpus_per_node=4)
+        measure.set_costs(gpus_per_node=4)
         with step() as s: dist.all_gather_into_tensor(whole, part)
         times["two nodes"] = s.time
         node = dist.new_group([0, 1, 2, 3])
@@ -103,7 +108,7 @@ def test_collectives_take_what_the_wire_says() -> None:
         across = dist.new_group([0, 4])
         with step() as s: dist.all_gather_into_tensor(whole[:2000], part, group=across)
         times["across"] = s.time
-        timeline.set_wire(True, [(1.0, 51.0), (1e9, 50.0 + 1e9)], ranks=2)
+        measure.set_wire(True, [(1.0, 51.0), (1e9, 50.0 + 1e9)], ranks=2)
         with step() as s: dist.all_gather_into_tensor(whole[:2000], part, group=across)
         times["by a table for two ranks"] = s.time
     """)
@@ -193,7 +198,7 @@ WHOLE_PARAMETERS = """
     whole_parameters._raise_everywhere = lambda *_: None
     optimizer.step()
     with step() as s: optimizer.step()
-    moves = [span.end - span.begin for span in s.spans if span.kind == timeline.OTHER_COLLECTIVE]
+    moves = [span.end - span.begin for span in s.spans if span.kind == measure.OTHER_COLLECTIVE]
     times["time"], times["exposed"], times["moves"] = s.time, s.exposed, moves
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.simulated_gpu.timeline import (
+from benchmarks.timeline.measure import (
     COMMUNICATION,
     COMPUTE,
     COPY,

@@ -32,8 +32,8 @@ from benchmarks.lora import with_adapters
 from fsdp_c.wrap import split_frozen
 
 if TYPE_CHECKING:
-    from benchmarks.model_shapes import Model
-    from benchmarks.timeline_row import Row
+    from benchmarks.timeline.row import Row
+    from benchmarks.timeline.shapes import Model
 
 
 LARGE = 48 * 2**30  # bytes of parameters above which a model is built unit by unit
