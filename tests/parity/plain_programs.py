@@ -26,110 +26,24 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.utils.checkpoint import CheckpointError
 
 from tests import ranks, settings
-from tests.parity.engine import OPTIMIZERS, Point, implementation
+from tests.parity.engine import implementation
 from tests.parity.programs import (
     STATES,
-    BlockPlan,
     Illegal,
     Operation,
     Program,
     Side,
     build,
+    generate,
     groups,
+    has_float32,
     operation,
 )
 
-LENGTHS = (3, 14)  # number of actions in a program
-KINDS = ("mlp", "norm", "embedding", "conv", "tied", "single", "mixed", "scalar", "packed")
-SQUARE = ("embedding", "single", "scalar", "packed")  # kinds whose inner weight is as large as the head's
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 CLOSE_IN_FLOAT32 = {"rtol": 1e-4, "atol": 1e-6}  # sums of parts in float32 are in a different order
 tolerance = dict(CLOSE)
 RUN_TIMEOUT_S = 180.0
-
-# ------------------------------------------------------------------ generating
-
-
-def generate(seed: int, world_size: int = 2) -> Program:
-    rng = random.Random(seed)
-    orig = rng.random() < 0.5
-    strategies = (
-        ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") if world_size == 2 else ("HYBRID_SHARD", "FULL_SHARD")
-    )
-    strategy = rng.choice(strategies)
-    blocks = tuple(_block(rng, orig, strategy) for _ in range(rng.randint(1, 3)))
-    # Adam can turn a difference in the last bit into a whole step
-    optimizers = ("sgd",) if has_float32(blocks) else tuple(OPTIMIZERS)
-    tied_head = "inp" if rng.random() < 0.2 else None
-    if blocks[-1].kind in SQUARE and blocks[-1].frozen == "none" and rng.random() < 0.6:
-        tied_head = "block"
-    return Program(
-        seed=seed,
-        width=rng.choice((3, 5, 6)),
-        blocks=blocks,
-        tied_head=tied_head,
-        point=Point("plain", strategy, orig, "fp32", rng.choice(optimizers)),
-        backward_prefetch=rng.choice(("BACKWARD_PRE", "BACKWARD_POST", None)),
-        forward_prefetch=rng.random() < 0.4,
-        limit_all_gathers=rng.random() < 0.7,
-        offload=rng.random() < 0.15,
-        split=rng.random() < 0.3,
-        operations=tuple(_action(rng, len(blocks)) for _ in range(rng.randint(*LENGTHS))),
-    )
-
-
-def has_float32(blocks: tuple[BlockPlan, ...]) -> bool:
-    return any(block.kind == "mixed" for block in blocks)
-
-
-def _block(rng: random.Random, orig: bool, root_strategy: str) -> BlockPlan:
-    plan = rng.choice(("none", "unit", "unit", "nested", "inner"))
-    strategy = root_strategy
-    if "HYBRID" not in strategy and rng.random() < 0.2:
-        strategy = rng.choice(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
-    return BlockPlan(
-        kind=rng.choice(KINDS),
-        hidden=rng.choice((1, 2, 7)),
-        plan=plan,
-        strategy=strategy,
-        frozen=rng.choice(("all", "inner")) if rng.random() < 0.2 else "none",
-        checkpoint=rng.choice((None, None, None, "reentrant", "nonreentrant")),
-    )
-
-
-def _action(rng: random.Random, blocks: int) -> Operation:
-    def some_block(chance: float) -> int | None:
-        return rng.randrange(blocks) if rng.random() < chance else None
-
-    def drawn(*values: Any) -> Any:
-        return rng.choice(values)
-
-    skip = some_block(0.2)
-    name, arguments = drawn(
-        *[("train", {"skip": skip, "sync": rng.random() < 0.75})] * 4,
-        *[("forward", {"mode": drawn("grad", "grad", "no_grad", "inference"), "skip": skip,
-                       "part": some_block(0.2), "inner": drawn(True, False), "training": rng.random() < 0.7})] * 4,
-        *[("backward", {"graphs": drawn((0,), (1,), (0, 1)), "retain": rng.random() < 0.3,
-                        "sync": rng.random() < 0.75})] * 3,
-        ("forget", {}),
-        *[("step", {})] * 3,
-        *[("zero_grad", {"to_none": drawn(True, False), "by_model": drawn(True, False), "block": some_block(0.3)})] * 3,
-        ("clip", {"norm_type": drawn(2.0, 1.0, float("inf"))}),
-        ("edit_gradients", {"replace": drawn(True, False)}),
-        *[("edit", {"how": drawn("mul_", "lerp_", "data.mul_", "data", "copy_"), "held": drawn(True, False)})] * 2,
-        *[("freeze", {"block": rng.randrange(blocks), "inner": drawn(True, False), "frozen": drawn(True, True, False)})]
-        * 2,
-        ("summon", {"writeback": drawn(True, False), "recurse": drawn(True, True, False),
-                    "with_grads": drawn(True, False)}),
-        ("save", {"kind": drawn("FULL", "SHARDED", "LOCAL")}),
-        ("load", {"factor": drawn(1.0, 0.5)}),
-        ("save_optimizer", {"kind": drawn("FULL", "SHARDED")}),
-        *[("load_optimizer", {})] * 2,
-        *[("move", {"way": drawn("FULL", "SHARDED", "checkpoint"), "one_unit": drawn(True, False)})] * 2,
-        ("fail", {"block": rng.randrange(blocks), "place": drawn("forward", "backward"), "sync": drawn(True, False)}),
-    )  # fmt: skip
-    return operation(name, **arguments)
-
 
 # ------------------------------------------------------------------ comparing
 
@@ -358,7 +272,7 @@ def main(arguments: list[str]) -> int:
     for seed in itertools.count(first):
         if time.monotonic() > deadline:
             break
-        program = generate(seed, given.ranks)
+        program = generate(seed, "plain", given.ranks)
         try:
             why = pool.run(__spec__.name, "run_program", {"program": program}, RUN_TIMEOUT_S)[0]
         except ranks.RankFailure as failure:  # a rank died or hangs

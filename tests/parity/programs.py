@@ -1,11 +1,11 @@
 """Random programs, each generated from one seed: a small module, a wrap plan, a configuration and a sequence
 of actions.
 
-A program is plain data. A failure prints its repr, and a seed gives the same program everywhere. ``Side``
-runs its actions on a model of torch's FSDP1, of fsdp_c, or on the plain module. test_random_programs.py
-compares the first two, plain_programs.py the last two. Each action checks at run time whether it is legal,
-from state that all implementations share. An illegal action raises ``Illegal`` and changes nothing, so that
-any part of a program is a program.
+A program is plain data. A failure prints its repr, and a seed gives the same program everywhere. ``generate``
+draws programs to compare with torch's FSDP1 (test_random_programs.py) or with the plain module
+(plain_programs.py). ``Side`` runs their actions on a model of torch's FSDP1, of fsdp_c, or on the plain module.
+Each action checks at run time whether it is legal, from state that all implementations share. An illegal
+action raises ``Illegal`` and changes nothing, so that any part of a program is a program.
 
 [Note: Restrictions beside the plain module]
 Documented differences from the plain module are avoided, or modelled where a comment names this note:
@@ -39,6 +39,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -61,6 +62,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_c import checkpoint as fsdp_c_checkpoint
 from fsdp_c.wrap import split_frozen
 from tests.distributed.test_checkpoint import folder_of_ranks
+from tests.models import WIDTH
 from tests.parity.engine import OPTIMIZERS, Point, Run
 from tests.ranks import device
 
@@ -128,6 +130,124 @@ class Program:
         lines += [f"  block {index}: {block}" for index, block in enumerate(self.blocks)]
         lines += [f"  {index}: {operation}" for index, operation in enumerate(self.operations, start=1)]
         return "\n".join(lines)
+
+
+# ------------------------------------------------------------------ generating
+
+LENGTHS = (3, 14)  # number of actions in a program
+KINDS = {
+    "plain": ("mlp", "norm", "embedding", "conv", "tied", "single", "mixed", "scalar", "packed"),
+    "torch": ("mlp", "norm", "embedding", "conv", "tied", "single", "channels_last"),
+}
+SQUARE = ("embedding", "single", "scalar", "packed")  # kinds whose inner weight is as large as the head's
+PRECISIONS = ("fp32", "fp32", "bf16_reduce_fp32", "bf16", "reduce_bf16")  # beside torch
+# added to sizes beside torch; on a GPU, units above 1 MiB are in the pool's arena
+WIDER = WIDTH - 5
+
+
+def generate(seed: int, beside: str, world_size: int = 2) -> Program:
+    """Draw a program to be compared with ``"torch"`` or with the ``"plain"`` module."""
+    rng = random.Random(seed)
+    orig = rng.random() < 0.5
+    strategies = (
+        ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") if world_size == 2 else ("HYBRID_SHARD", "FULL_SHARD")
+    )
+    strategy = rng.choice(strategies)
+    blocks = tuple(_block(rng, orig, strategy, beside) for _ in range(rng.randint(1, 3)))
+    # Adam can turn a difference in the last bit into a whole step
+    optimizers = ("sgd",) if has_float32(blocks) else tuple(OPTIMIZERS)
+    tied_head = "inp" if rng.random() < 0.2 else None
+    if blocks[-1].kind in SQUARE and blocks[-1].frozen == "none" and rng.random() < 0.6:
+        tied_head = "block" if beside == "plain" else tied_head
+    return Program(
+        seed=seed,
+        width=rng.choice((3, 5, 6)) + (WIDER if beside == "torch" else 0),
+        blocks=blocks,
+        tied_head=tied_head,
+        point=Point(
+            beside,
+            strategy,
+            orig,
+            rng.choice(PRECISIONS) if beside == "torch" else "fp32",
+            rng.choice(optimizers),
+        ),
+        backward_prefetch=rng.choice(("BACKWARD_PRE", "BACKWARD_POST", None)),
+        forward_prefetch=rng.random() < 0.4,
+        limit_all_gathers=rng.random() < 0.7,
+        offload=rng.random() < 0.15 and beside == "plain",
+        split=rng.random() < 0.3 and beside == "plain",
+        operations=tuple(_action(rng, len(blocks), beside) for _ in range(rng.randint(*LENGTHS))),
+    )
+
+
+def has_float32(blocks: tuple[BlockPlan, ...]) -> bool:
+    return any(block.kind == "mixed" for block in blocks)
+
+
+def _block(rng: random.Random, orig: bool, root_strategy: str, beside: str) -> BlockPlan:
+    plan = rng.choice(("none", "unit", "unit", "nested", "inner"))
+    strategy = root_strategy
+    if "HYBRID" not in strategy and rng.random() < 0.2:
+        strategy = rng.choice(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
+    block = BlockPlan(
+        kind=rng.choice(KINDS[beside]),
+        hidden=rng.choice((1, 2, 7)) + (WIDER if beside == "torch" else 0),
+        plan=plan,
+        strategy=strategy,
+        frozen=rng.choice(("all", "inner")) if rng.random() < 0.2 else "none",
+        checkpoint=rng.choice((None, None, None, "reentrant", "nonreentrant")),
+    )
+    if beside == "torch":  # [Note: Programs that torch gets wrong] in test_random_programs.py
+        if block.frozen != "none" and not orig:
+            block = replace(block, frozen={"none": "none", "inner": "inner"}.get(plan, "all"))
+        if block.kind == "channels_last" and orig and "NO_SHARD" in (strategy, root_strategy):
+            block = replace(block, kind="conv")
+        if block.checkpoint == "reentrant" and not block.is_unit:
+            block = replace(block, checkpoint="nonreentrant")
+    return block
+
+
+def _action(rng: random.Random, blocks: int, beside: str) -> Operation:
+    def some_block(chance: float) -> int | None:
+        return rng.randrange(blocks) if rng.random() < chance else None
+
+    def drawn(*values: Any) -> Any:
+        return rng.choice(values)
+
+    skip = some_block(0.2)
+    actions = [  # weights beside the plain module and beside torch, name, arguments
+        (4, 4, "train", {"skip": skip, "sync": rng.random() < 0.75}),
+        (4, 1, "forward", {"mode": drawn("grad", "grad", "no_grad", "inference"), "skip": skip,
+                           "part": some_block(0.2), "inner": drawn(True, False), "training": rng.random() < 0.7}),
+        (3, 0, "backward", {"graphs": drawn((0,), (1,), (0, 1)), "retain": rng.random() < 0.3,
+                            "sync": rng.random() < 0.75}),
+        (1, 0, "forget", {}),
+        (3, 3, "step", {}),
+        (3, 2, "zero_grad", {"to_none": drawn(True, False), "by_model": drawn(True, False), "block": some_block(0.3)}),
+        (1, 1, "clip", {"norm_type": drawn(2.0, 1.0, float("inf"))}),
+        (1, 0, "edit_gradients", {"replace": drawn(True, False)}),
+        (2, 1, "edit", {"how": drawn("mul_", "lerp_", "data.mul_", "data", "copy_"), "held": drawn(True, False)}),
+        (2, 1, "freeze", {"block": rng.randrange(blocks), "inner": drawn(True, False),
+                          "frozen": drawn(True, True, False)}),
+        (1, 1, "summon", {"writeback": drawn(True, False), "recurse": drawn(True, True, False),
+                          "with_grads": drawn(True, False)}),
+        (1, 1, "save", {"kind": drawn("FULL", "SHARDED", "LOCAL")}),
+        (1, 1, "load", {"factor": drawn(1.0, 0.5)}),
+        (1, 0, "save_optimizer", {"kind": drawn("FULL", "SHARDED")}),
+        (2, 0, "load_optimizer", {}),
+        (2, 0, "move", {"way": drawn("FULL", "SHARDED", "checkpoint"), "one_unit": drawn(True, False)}),
+        (1, 1, "fail", {"block": rng.randrange(blocks), "place": drawn("forward", "backward"),
+                        "sync": drawn(True, False)}),
+        (0, 1, "twice", {}),
+        (0, 1, "checkpoint", {}),
+    ]  # fmt: skip
+    weighted = [
+        (name, arguments)
+        for plain, torchs, name, arguments in actions
+        for _ in range(plain if beside == "plain" else torchs)
+    ]
+    name, arguments = drawn(*weighted)
+    return operation(name, **arguments)
 
 
 # ------------------------------------------------------------------ the modules

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.plain_programs import generate, run_program
-from tests.parity.programs import Side
+from tests.parity.plain_programs import run_program
+from tests.parity.programs import Side, generate
 from tests.ranks import on_ranks
 
 BATCHES = [tuple(range(first, first + 25)) for first in range(0, 75, 25)]
@@ -17,7 +17,7 @@ def test_random_training_loops_equal_the_plain_module(
     rank: int, world_size: int, seeds: tuple[int, ...]
 ) -> None:
     for seed in seeds:
-        program = generate(seed)
+        program = generate(seed, "plain")
         failure = run_program(rank, world_size, program)
         assert failure is None, f"{failure}\n{program}"
 
@@ -25,7 +25,7 @@ def test_random_training_loops_equal_the_plain_module(
 @on_ranks(4)
 def test_random_training_loops_of_four_ranks_equal_the_plain_module(rank: int, world_size: int) -> None:
     for seed in range(10):
-        program = generate(seed, world_size)
+        program = generate(seed, "plain", world_size)
         failure = run_program(rank, world_size, program)
         assert failure is None, f"{failure}\n{program}"
 
@@ -41,5 +41,5 @@ def test_a_gradient_that_is_not_averaged_is_found(rank: int, world_size: int) ->
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Side, "do_step", wrong)
-        failure = run_program(rank, world_size, generate(0))
+        failure = run_program(rank, world_size, generate(0, "plain"))
     assert failure is not None and "step()" in failure and "parameter" in failure

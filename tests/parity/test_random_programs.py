@@ -5,9 +5,9 @@ fsdp_c.
 ``FSDP_C_RANDOM_SEED=17`` runs one seed only, and ``FSDP_C_RANDOM_KEEP=1,2,5`` only these operations of it, to
 reduce a failing program.
 
-[Note: Programs that the generator leaves out]
+[Note: Programs that torch gets wrong]
 Where upstream is known to be wrong there is no reference; test_differences.py and test_parity.py cover these
-cases. The generator leaves out
+cases. ``generate`` and ``Recorded.prepared`` leave out
 - changes of parameters while upstream may still hold unsharded ones (after a no_grad forward, a backward in
   no_sync): it would compute with the old values. A synced backward through all units comes first and frees
   everything;
@@ -41,9 +41,8 @@ cases. The generator leaves out
 from __future__ import annotations
 
 import os
-import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,22 +56,19 @@ from fsdp_c.checkpoint.pieces import narrow_box
 from fsdp_c.checkpoint.storage import read_checkpoint, read_entries
 from fsdp_c.checkpoint.values import RangeTensor
 from tests.distributed.test_checkpoint import folder_of_ranks
-from tests.models import WIDTH
 from tests.parity.engine import (
-    OPTIMIZERS,
-    Point,
     Run,
     assert_record_is_worth_comparing,
     differences,
     implementation,
 )
 from tests.parity.programs import (
-    BlockPlan,
     Illegal,
     Operation,
     Program,
     Side,
     build,
+    generate,
     local_tensors,
     operation,
 )
@@ -82,202 +78,13 @@ from tests.simulated_gpu import races
 PROGRAMS = int(os.environ.get("FSDP_C_RANDOM_PROGRAMS", "60"))
 PER_TEST = 15
 SHOWN_DIFFERENCES = 6
-WIDER = WIDTH - 5  # added to usual sizes; on a GPU, units above 1 MiB are in the pool's arena
-LENGTHS = (6, 12)  # number of operations in a program, before those inserted by the rules above
 LOW_PRECISION = ("bf16_reduce_fp32", "bf16")  # parameters are cast
-KINDS = ("mlp", "norm", "embedding", "conv", "channels_last", "tied", "single")
-PLANS = ("none", "unit", "unit", "nested", "inner")
 
 if "FSDP_C_RANDOM_SEED" in os.environ:
     BATCHES = [(int(os.environ["FSDP_C_RANDOM_SEED"]),)]
 else:
     BATCHES = [tuple(range(first, min(first + PER_TEST, PROGRAMS))) for first in range(0, PROGRAMS, PER_TEST)]
 KEPT = tuple(int(number) for number in os.environ.get("FSDP_C_RANDOM_KEEP", "").split(",") if number)
-
-
-# ------------------------------------------------------------------ generating
-
-
-def generate(seed: int) -> Program:
-    rng = random.Random(seed)
-    orig = rng.random() < 0.6
-    strategy = rng.choice(("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
-    precision = rng.choice(("fp32", "fp32", "bf16_reduce_fp32", "bf16", "reduce_bf16"))
-    program = Program(
-        seed=seed,
-        width=rng.choice((3, 5, 6, 9)) + WIDER,
-        blocks=tuple(_block(rng, orig, strategy) for _ in range(rng.randint(2, 4))),
-        tied_head="inp" if rng.random() < 0.3 else None,
-        point=Point("random", strategy, orig, precision, rng.choice(tuple(OPTIMIZERS))),
-        backward_prefetch=rng.choice(("BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST", None)),
-        forward_prefetch=rng.random() < 0.3,
-        limit_all_gathers=rng.random() < 0.8,
-        operations=(),
-    )
-    operations = _with_checkpoints(random.Random(seed + 1), _Sequence(rng, program).operations())
-    return replace(program, operations=tuple(operations))
-
-
-def _with_checkpoints(rng: random.Random, operations: list[Operation]) -> Iterator[Operation]:
-    """Insert background saves where parameters and gradients are complete."""
-    for one in operations:
-        yield one
-        if one == operation("train") and rng.random() < 0.25:
-            yield operation("checkpoint")
-
-
-def _block(rng: random.Random, orig: bool, root_strategy: str) -> BlockPlan:
-    plan = rng.choice(PLANS)
-    frozen = "none"
-    if rng.random() < 0.25:
-        if orig:
-            frozen = rng.choice(("all", "inner"))
-        elif plan in ("unit", "nested"):
-            frozen = "all"
-        elif plan == "inner":
-            frozen = "inner"
-    kind = rng.choice(KINDS)
-    strategy = (
-        root_strategy if rng.random() < 0.8 else rng.choice(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
-    )
-    if kind == "channels_last" and orig and "NO_SHARD" in (strategy, root_strategy):
-        kind = "conv"
-    mode = rng.choice((None, None, None, "reentrant", "nonreentrant"))
-    if plan in ("none", "inner") and mode == "reentrant":
-        mode = "nonreentrant"
-    return BlockPlan(kind, rng.choice((1, 2, 7, 11)) + WIDER, plan, strategy, frozen, mode)
-
-
-class _Sequence:
-    """Draws operations and inserts required operations before them: [Note: Programs that the generator leaves
-    out].
-    """
-
-    def __init__(self, rng: random.Random, program: Program) -> None:
-        blocks, point = program.blocks, program.point
-        self.rng = rng
-        self.blocks = blocks
-        self.orig = point.use_orig_params
-        self.cast = point.precision in LOW_PRECISION
-        self.forward_prefetch = program.forward_prefetch
-        self.reentrant = any(block.checkpoint == "reentrant" for block in blocks)
-        self.tied = program.tied_head is not None or any(block.kind == "tied" for block in blocks)
-        self.frozen = any(block.frozen != "none" for block in blocks)
-        unsharded = "NO_SHARD" in (point.strategy, *(block.strategy for block in blocks))
-        self.unsharded_orig = unsharded and self.orig
-        self.drawn: list[Operation] = []
-        self.gathered = False  # true if upstream may still hold unsharded parameters
-        self.local = False  # true if there are gradients that no_sync kept local
-        self.gradients = False
-        self.saved = False
-
-    def operations(self) -> list[Operation]:
-        self._train()
-        self._emit("step")
-        draw = [self._train] * 3 + [self._step] * 3 + [self._zero_grad] * 2
-        draw += [self._no_sync, self._evaluate, self._summon, self._save, self._load, self._freeze]
-        draw += [self._clip, self._edit, self._twice, self._fail]
-        for _ in range(self.rng.randint(*LENGTHS)):
-            self.rng.choice(draw)()
-        self._train()
-        self._emit("step")
-        return self.drawn
-
-    def _emit(self, name: str, **arguments: Any) -> None:
-        self.drawn.append(operation(name, **arguments))
-
-    def _settle(self, gradients: bool = False) -> None:
-        """Emit a synced backward if parameters or gradients are not complete, or if gradients are required."""
-        if self.gathered or self.local or (gradients and not self.gradients):
-            self._train()
-
-    def _skip(self) -> dict[str, int]:
-        if self.forward_prefetch and self.unsharded_orig:
-            return {}
-        return {"skip": self.rng.randrange(len(self.blocks))} if self.rng.random() < 0.15 else {}
-
-    def _train(self) -> None:
-        self._emit("train", **({} if self.local or self.gathered else self._skip()))
-        self.gathered = self.local = False
-        self.gradients = True
-
-    def _twice(self) -> None:
-        """Emit two forwards of every unit and one backward through both."""
-        if self.reentrant:
-            return self._train()
-        self._emit("forward")
-        self._emit("forward")
-        self._emit("backward", graphs=(0, 1))
-        self.gathered = self.local = False
-        self.gradients = True
-
-    def _no_sync(self) -> None:
-        if (self.frozen and self.orig) or (self.tied and self.cast and self.unsharded_orig):
-            return self._train()
-        self._emit("train", sync=False, **self._skip())
-        self.gathered = self.local = True
-
-    def _evaluate(self) -> None:
-        mode = "inference" if self.rng.random() < 0.3 else "no_grad"
-        self._emit("forward", mode=mode, training=self.rng.random() < 0.3)
-        self.gathered = True
-
-    def _step(self) -> None:
-        self._settle(gradients=self.rng.random() < 0.8)
-        self._emit("step")
-        if self.rng.random() < 0.7:
-            self._zero_grad()
-
-    def _zero_grad(self, to_none: bool | None = None) -> None:
-        if self.local:
-            self._train()
-        to_none = self.rng.random() < 0.7 if to_none is None else to_none
-        self._emit("zero_grad", to_none=to_none, by_model=self.rng.random() < 0.3)
-        self.gradients = self.gradients and not to_none
-
-    def _summon(self) -> None:
-        self._settle()
-        gradients = self.orig and self.gradients and self.rng.random() < 0.5
-        writeback, recurse = self.rng.random() < 0.6, self.rng.random() < 0.8
-        self._emit("summon", writeback=writeback, recurse=recurse, with_grads=gradients)
-
-    def _save(self) -> None:
-        if self.local:
-            self._train()
-        whole_only = any(block.kind == "channels_last" for block in self.blocks)
-        self._emit("save", kind=self.rng.choice(("FULL",) if whole_only else ("FULL", "SHARDED")))
-        self.saved = True
-
-    def _load(self) -> None:
-        if not self.saved:
-            self._save()
-        self._settle()
-        self._emit("load", factor=self.rng.choice((1.0, 0.5)))
-
-    def _freeze(self) -> None:
-        self._settle()
-        if self.gradients:
-            self._zero_grad(to_none=True)
-        frozen = self.rng.random() < 0.6
-        self.frozen = self.frozen or frozen
-        block, inner = self.rng.randrange(len(self.blocks)), self.rng.random() < 0.5
-        self._emit("freeze", block=block, inner=inner, frozen=frozen)
-
-    def _clip(self) -> None:
-        self._settle(gradients=True)
-        self._emit("clip", norm_type=self.rng.choice((2.0, 1.0, float("inf"))))
-
-    def _edit(self) -> None:
-        self._settle()
-        how = self.rng.choice(("mul_", "lerp_", "data.mul_", "copy_"))
-        self._emit("edit", how=how, held=self.rng.random() < 0.5)
-
-    def _fail(self) -> None:
-        """Emit a failing step. With fsdp_c it raises and has no effect; torch skips it."""
-        self._settle()
-        place, sync = self.rng.choice(("forward", "backward", "backward")), self.rng.random() < 0.7
-        self._emit("fail", block=self.rng.randrange(len(self.blocks)), place=place, sync=sync)
-        self._zero_grad(to_none=True)
 
 
 # ------------------------------------------------------------------ running
@@ -287,8 +94,9 @@ class ProgramError(Exception):
     """An operation raised. The message names implementation and operation."""
 
 
+ENDING = (operation("train", skip=None, sync=True), operation("step"))
 PARAMS_AFTER = ("step", "summon", "load", "edit", "freeze")
-GRADS_AFTER = ("train", "backward", "zero_grad", "clip", "summon")
+GRADS_AFTER = ("train", "twice", "zero_grad", "clip", "summon")
 
 
 @dataclass
@@ -298,6 +106,7 @@ class Recorded(Side):
     edits_in_vain = True
 
     written: Callable[[], None] | None = None  # waits for the background save and checks its files
+    evaluated: bool = False  # true if a forward without gradients may have left parameters unsharded
 
     def start(self, build: Callable[[Run], nn.Module]) -> None:
         super().start(build)
@@ -307,7 +116,7 @@ class Recorded(Side):
         if device().type != "cpu" and one.name in ("edit", "summon", "load"):
             self.check_checkpoint()  # a write to parameters waits for the copy
         try:
-            found = getattr(self, "do_" + one.name)(**dict(one.arguments)) or {}
+            found = getattr(self, "do_" + one.name)(**self.prepared(one)) or {}
         except Illegal:
             return
         for name, value in found.items():
@@ -320,6 +129,67 @@ class Recorded(Side):
             self.record_params(moment)
         if one.name in GRADS_AFTER:
             self.record_grads(moment)
+
+    def prepared(self, one: Operation) -> dict[str, Any]:
+        """Return the arguments to use, after a synced backward where one is needed: [Note: Programs that torch
+        gets wrong].
+        """
+        name, arguments = one.name, dict(one.arguments)
+        blocks, point = self.program.blocks, self.point
+        if name in ("summon", "load", "freeze", "clip", "edit", "fail", "step", "checkpoint"):
+            self.settle(needs_gradients=name == "clip")
+        elif name in ("zero_grad", "save") and self.local:
+            self.settle()
+        unsharded_orig = point.use_orig_params and "NO_SHARD" in (
+            point.strategy,
+            *(block.strategy for block in blocks),
+        )
+        if name == "train":
+            has_frozen = self.frozen_later or any(block.frozen != "none" for block in blocks)
+            is_tied = self.program.tied_head is not None or any(block.kind == "tied" for block in blocks)
+            is_cast = point.precision in LOW_PRECISION
+            if (has_frozen and point.use_orig_params) or (is_tied and is_cast and unsharded_orig):
+                arguments["sync"] = True
+            if (
+                self.local
+                or self.kept
+                or self.evaluated
+                or (self.program.forward_prefetch and unsharded_orig)
+            ):
+                arguments["skip"] = None
+            self.evaluated = self.evaluated and not arguments["sync"]
+        elif name == "forward":
+            mode = "inference" if arguments["mode"] == "inference" else "no_grad"
+            arguments = {"mode": mode, "training": arguments["training"]}
+            self.evaluated = True
+        elif name == "zero_grad":
+            arguments["block"] = None
+        elif name == "freeze" and self.graded:
+            self.do_zero_grad(to_none=True)
+        elif name == "summon":
+            arguments["with_grads"] = arguments["with_grads"] and self.graded
+        elif name == "save":
+            is_full = arguments["kind"] == "LOCAL" or any(block.kind == "channels_last" for block in blocks)
+            arguments["kind"] = "FULL" if is_full else arguments["kind"]
+        elif name == "edit" and arguments["how"] == "data":
+            arguments["how"] = "data.mul_"
+        return arguments
+
+    def settle(self, needs_gradients: bool = False) -> None:
+        """Run a synced backward through all units if parameters or gradients are not complete."""
+        if self.kept or self.evaluated or self.local or (needs_gradients and not self.graded):
+            self.do_train()
+            self.evaluated = False
+            self.record_grads("after settling")
+
+    def do_twice(self) -> Any:
+        """Run two forwards of every unit and one backward through both."""
+        if any(block.checkpoint == "reentrant" for block in self.program.blocks):
+            raise Illegal
+        losses = [self.do_forward()["loss"] for _ in range(2)]
+        self.do_backward(graphs=(0, 1))
+        self.evaluated = False
+        return {"first loss": losses[0], "second loss": losses[1]}
 
     def do_checkpoint(self) -> None:
         """Save in the background with fsdp_c, and record the expected values with torch's FSDP1."""
@@ -366,6 +236,7 @@ class Recorded(Side):
             draws = self.draws
             super().do_fail(block, place, sync)
             self.draws = draws
+        self.do_zero_grad(to_none=True)
 
 
 def _metadata_text(value: ShardedTensor) -> str:
@@ -382,7 +253,7 @@ def record_program(program: Program, name: str, rank: int, world_size: int) -> d
     run.start(lambda started: build(program, started))
     one: Operation | str = ""
     try:
-        for run.step, one in enumerate(program.operations, start=1):
+        for run.step, one in enumerate((*program.operations, *ENDING), start=1):
             run.execute(one)
         one = "the last checkpoint"
         run.check_checkpoint()
@@ -422,6 +293,6 @@ def _moment(difference: str) -> int:
 @on_ranks(2, timeout_s=120.0)
 def test_random_programs_equal_torch(rank: int, world_size: int, seeds: tuple[int, ...]) -> None:
     for seed in seeds:
-        program = generate(seed)
+        program = generate(seed, "torch")
         kept = [one for index, one in enumerate(program.operations, start=1) if not KEPT or index in KEPT]
         compare_program(replace(program, operations=tuple(kept)), rank, world_size)
