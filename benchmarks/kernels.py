@@ -2,7 +2,7 @@
 
 python -m benchmarks.kernels
 python -m benchmarks.kernels --mb 1 64 --only accumulate --capability avx2 default
-python -m benchmarks.kernels --threads 1 2 --markdown table.md --plot plot.png
+python -m benchmarks.kernels --threads 1 2 --json times.json
 """
 
 from __future__ import annotations
@@ -246,62 +246,6 @@ def versions() -> str:
     return f"torch {torch.__version__}, CPython {platform.python_version()}, {model or platform.machine()}"
 
 
-def markdown(rows: list[Row]) -> str:
-    """Return one table per instruction set and number of threads."""
-    text = [
-        f"# CPU kernels, {time.strftime('%Y-%m-%d')}",
-        "",
-        COUNTED,
-        versions() + f"; load {os.getloadavg()[0]:.1f}.",
-    ]
-    for capability, threads in dict.fromkeys((row.capability, row.threads) for row in rows):
-        text += ["", f"## {capability}, {threads} thread{'s' * (threads > 1)}", ""]
-        text += ["| " + " | ".join(HEADINGS) + " |", "|---|" + "---:|" * (len(HEADINGS) - 1)]
-        found = [row for row in rows if (row.capability, row.threads) == (capability, threads)]
-        text += [
-            "| " + " | ".join(cells(row)) + " |"
-            for row in sorted(found, key=lambda row: (row.kernel, row.mb))
-        ]
-    return "\n".join(text) + "\n"
-
-
-def draw(rows: list[Row], path: Path) -> None:
-    """Plot times divided by memcpy's over size, one panel per kernel: torch and ours by number of threads."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = list(dict.fromkeys(row.kernel for row in rows))
-    columns = 5
-    lines = -(-len(names) // columns)
-    figure, panels = pyplot.subplots(
-        lines, columns, figsize=(3.2 * columns, 2.5 * lines), sharex=True, squeeze=False
-    )
-    for panel in panels.flat[len(names) :]:
-        panel.axis("off")
-    for panel, name in zip(panels.flat, names, strict=False):
-        for threads in dict.fromkeys(row.threads for row in rows):
-            wanted = (name, threads, rows[0].capability)
-            found = [row for row in rows if (row.kernel, row.threads, row.capability) == wanted]
-            style = "-" if threads == 1 else "--"
-            sizes = [row.mb for row in found]
-            if all(row.torch for row in found):
-                theirs = [row.torch / row.memcpy for row in found]
-                panel.plot(sizes, theirs, style, color="C1", label=f"torch, {threads}")
-            panel.plot(sizes, [row.ratio for row in found], style, color="C0", label=f"fsdp_c, {threads}")
-        panel.axhline(1.0, color="grey", linewidth=0.8)
-        panel.axhline(LIMIT, color="grey", linewidth=0.8, linestyle=":")
-        panel.set(xscale="log", yscale="log", title=name)
-        panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
-        panel.title.set_fontsize(9)
-    panels.flat[0].legend(fontsize=7)
-    figure.supxlabel("MB of fp32 elements")
-    figure.supylabel(f"time / memcpy on one thread (dotted: {LIMIT})")
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -316,8 +260,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", default=[], help="words in the name of the kernel")
     parser.add_argument("--seconds", type=float, default=0.5, help="per kernel and size")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--plot", type=Path)
     return parser.parse_args()
 
 
@@ -339,10 +281,6 @@ def main() -> None:
     print(f"{sum(single)} of {len(single)} within {LIMIT} x memcpy on one thread")
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    if args.markdown:
-        args.markdown.write_text(markdown(rows))
-    if args.plot:
-        draw(rows, args.plot)
 
 
 if __name__ == "__main__":
