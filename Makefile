@@ -73,7 +73,7 @@ test: build ## the quick tests, and a part of the others that meets every file o
 # Fuzzers draw at random for AT_RANDOM seconds each, from SEED. Commands other than pytest belong to the first shard.
 AT_RANDOM ?= 60
 SEED ?=
-RAISING := tests/unit/test_types.py tests/unit/test_threads.py tests/unit/test_callbacks.py tests/unit/test_arguments.py \
+RAISING := tests/unit/test_types.py tests/unit/test_threads.py tests/unit/test_arguments.py \
     tests/unit/test_errors.py
 test-all: test $(VENV)/.clients ## all tests, with the libraries that people use and the wheel; SHARD=1/4 is one of four parts
 	$(PYTEST) --rest $(PART) $(LONG)
@@ -124,7 +124,7 @@ format: $(VENV)/.requirements ## write the formatting of C and Python
 	$(BIN)/ruff format $(PY_FILES)
 	$(BIN)/clang-format -i $(C_FILES)
 
-# A warning is an error: tests/unit/test_reference.py.
+# A warning of mkdocs or pdoc is an error.
 docs: build ## the pages of docs/ and the API reference as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q
 	@echo 'build/site/index.html'

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import fsdp_c
 from fsdp_c import FullyShardedDataParallel
 from fsdp_c.compat.standins.finder import FSDP, OURS
 
@@ -75,3 +76,11 @@ def test_a_missing_name_and_another_argument_are_found(monkeypatch: pytest.Monke
     assert found[0] == "fully_sharded_data_parallel.FullyShardedDataParallel.clip_grad_norm_ is missing"
     assert found[1].startswith("fully_sharded_data_parallel.FullyShardedDataParallel.no_sync[('recurse', ")
     assert len(found) == 2
+
+
+def test_package_has_its_version_and_lists_public_names_only() -> None:
+    assert fsdp_c.__version__.split(".")[0].isdigit()
+    listed = {name for name in dir(fsdp_c) if not name.startswith("_")}
+    assert set(fsdp_c.__all__) | {"install", "uninstall", "summary", "wrap"} <= listed
+    assert not {"_C", "torch", "construction", "materialization", "left_out"} & set(dir(fsdp_c))
+    assert all(hasattr(fsdp_c, name) for name in dir(fsdp_c))
