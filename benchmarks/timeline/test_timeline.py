@@ -54,7 +54,7 @@ def run(program: str, settings: dict[str, str] | None = None) -> dict[str, Any]:
     return json.loads(said.strip().splitlines()[-1])
 
 
-def test_kernels_take_what_their_bytes_and_their_operations_say() -> None:
+def test_time_of_kernels_follows_from_bytes_and_operations() -> None:
     times = run("""
         with step() as s: small.mul_(2)
         times["the least"] = s.time
@@ -91,7 +91,7 @@ def test_kernels_take_what_their_bytes_and_their_operations_say() -> None:
     }
 
 
-def test_collectives_take_what_the_wire_says() -> None:
+def test_time_of_collectives_follows_from_the_wire() -> None:
     times = run("""
         with step() as s: dist.all_gather_into_tensor(whole, part)
         times["gather"] = s.time - GATHER
@@ -167,7 +167,7 @@ TRAINED = """
 """
 
 
-def test_a_run_of_shapes_alone_takes_the_time_of_one_that_computes() -> None:
+def test_time_on_shapes_alone_equals_that_of_a_computing_run() -> None:
     shapes, computed = (
         run(TRAINED),
         run(TRAINED, {"SIMULATED_GPU_SHAPES": "0", "SIMULATED_GPU_TIMELINE": "1"}),
@@ -203,7 +203,7 @@ WHOLE_PARAMETERS = """
 """
 
 
-def test_the_next_bucket_of_whole_parameters_moves_beside_the_computation_of_this_one() -> None:
+def test_transfers_of_whole_parameters_overlap_with_computation() -> None:
     times = run(WHOLE_PARAMETERS)
     moves = times["moves"]
     assert len(moves) == 2 * 4  # four buckets, each sent to its owner and back

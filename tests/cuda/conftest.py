@@ -1,7 +1,5 @@
 """Tests of this folder need a GPU, real or simulated (docs/testing.md). Elsewhere they are skipped with a
 reason.
-
-``@pytest.mark.real_gpu(reason)`` marks tests that the simulated GPU cannot run.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 import fsdp_c
-from tests import real_cuda, simulated_gpu
+from tests import real_cuda
 from tests.simulated_gpu import races
 
 HERE = Path(__file__).parent
@@ -30,24 +28,13 @@ def missing() -> str | None:
     return None
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "real_gpu(what): needs a GPU that is there, for what a simulated one has not"
-    )
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = missing()
     if reason is not None and real_cuda.is_on():
         raise pytest.UsageError(f"this process was to have a CUDA build of torch: {reason}")
     for item in items:
-        if HERE not in item.path.parents:
-            continue
-        if reason is not None:
+        if HERE in item.path.parents and reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
-        mark = item.get_closest_marker("real_gpu")
-        if mark is not None and simulated_gpu.is_on():
-            item.add_marker(pytest.mark.skip(reason=f"the simulated GPU has no {mark.args[0]}"))
 
 
 @pytest.fixture(autouse=True)

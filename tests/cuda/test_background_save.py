@@ -122,7 +122,7 @@ def test_without_the_optimizers_wait_the_copy_is_a_race(tmp_path: Path, is_left_
     assert bool(device.reports()) == is_left_out
 
 
-def test_the_script_may_write_to_what_is_in_extra_right_after_a_save(tmp_path: Path) -> None:
+def test_extra_tensors_may_be_written_right_after_a_background_save(tmp_path: Path) -> None:
     model, optimizer = made()
     extra = {"state": torch.ones(WIDTH, device="cuda")}  # a key as in an optimizer's state dict
     with thread_held_back() as over:
@@ -147,7 +147,7 @@ def written(model: FSDP, optimizer: torch.optim.Optimizer, how: str) -> None:
 @pytest.mark.parametrize("before", ["the end of the copy", "a step"])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("how", ["parameter", "view of a parameter", "state", "nothing else"])
-def test_what_else_writes_before_the_copy_is_over_makes_the_save_fail(
+def test_write_without_an_optimizer_during_the_copy_fails_the_save(
     tmp_path: Path, how: str, use_orig_params: bool, before: str
 ) -> None:
     model, optimizer = made(use_orig_params)

@@ -135,7 +135,7 @@ def test_a_model_may_be_collected_while_another_takes_memory() -> None:
 
 
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_an_error_on_leaving_a_pool_is_told_where_another_pool_waits() -> None:
+def test_error_on_leaving_a_pool_is_raised_while_another_pool_waits() -> None:
     torch.cuda.set_device(0)
     other = wrapped(ShardingStrategy.FULL_SHARD, True)
     release = torch._C._cuda_releasePool

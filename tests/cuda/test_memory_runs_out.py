@@ -91,7 +91,7 @@ def said_of(model: Any, body: Callable[[Any], None]) -> list[str]:
 
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.usefixtures("one_of_four")
-def test_a_unit_that_finds_no_room_beside_steps_is_named_with_the_rank_and_a_remedy(name: str) -> None:
+def test_out_of_memory_error_outside_of_steps_names_unit_rank_and_remedy(name: str) -> None:
     body, told = BODIES[name]
     said = said_of(large(), body)
     found = [

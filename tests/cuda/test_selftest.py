@@ -9,7 +9,7 @@ from tests.processes import output_of_python
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["", "torch"], ids=["kernels", "operators"])
-def test_it_passes_on_this_device(kernels: str) -> None:
+def test_selftest_passes_on_a_gpu(kernels: str) -> None:
     settings = {"FSDP_C_KERNELS": kernels, "OMP_NUM_THREADS": "1"}
     said = output_of_python("-m", "fsdp_c", "selftest", "--width", "8", **settings)
     assert "streams: kernels run on the current one" in said

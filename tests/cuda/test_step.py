@@ -324,7 +324,7 @@ def test_a_sharded_state_dict_on_the_cpu_takes_as_little_of_the_device_as_torch_
 @pytest.mark.parametrize("kind", [FULL, SHARDED], ids=["full", "sharded"])
 @pytest.mark.parametrize("name", ["plain", "offload"])
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_state_dicts_bring_back_what_was_saved_over_nccl(name: str, kind: Any) -> None:
+def test_state_dicts_restore_model_and_optimizer_over_nccl(name: str, kind: Any) -> None:
     """NCCL sends from the GPU only, whether shards and state dicts are on the GPU or the CPU."""
     with over("nccl") as group:
         model = large(**TRANSFERS[name] | group)
@@ -356,7 +356,7 @@ def state_of(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_full_parameters_are_shown_and_written_back_over_nccl() -> None:
+def test_summon_full_params_writes_back_over_nccl() -> None:
     with over("nccl") as group:
         for options in TRANSFERS.values():
             model = large(**options | group)
@@ -563,7 +563,7 @@ def held() -> tuple[int, int]:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 @pytest.mark.usefixtures("one_of_four")
-def test_what_the_computation_waits_for_has_priority(strategy: str) -> None:
+def test_streams_awaited_by_the_computation_have_high_priority(strategy: str) -> None:
     """torch uses high-priority streams for hybrid strategies only."""
     raised = {}
     for which, implementation in (("torch", Upstream), ("fsdp_c", FSDP)):

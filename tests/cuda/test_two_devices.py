@@ -15,6 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.cuda.nccl_on_one_gpu import nccl_group
 from tests.cuda.test_parity import TIMEOUT_S
+from tests.cuda.test_step import assert_alike
 from tests.models import WIDTH, Block, Net
 from tests.ranks import on_ranks
 
@@ -57,11 +58,6 @@ def train(model: Any, rank: int, inputs_on: torch.device, steps: int = 3) -> lis
         optimizer.zero_grad()
         seen += [param.detach().cpu().clone() for param in model.parameters()]
     return seen + [value.cpu() for _, value in sorted(model.state_dict().items())]
-
-
-def assert_alike(one: list[Tensor], other: list[Tensor]) -> None:
-    assert len(one) == len(other) > 0
-    assert [place for place, pair in enumerate(zip(one, other, strict=True)) if not torch.equal(*pair)] == []
 
 
 @pytest.mark.parametrize("inputs_on", [CPU, FIRST, SECOND], ids=str)

@@ -699,7 +699,7 @@ def whole_optim_state(
 
 
 @on_ranks(2)
-def test_offloaded_optimizer_state_is_what_it_is(rank: int) -> None:
+def test_offloaded_optimizer_state_equals_the_state_on_the_device(rank: int) -> None:
     """On a CPU torch's exp_avg silently equals its exp_avg_sq."""
     for which in BOTH:
         model, optimizer = adam_trained(which, rank)

@@ -42,5 +42,5 @@ def left_by(implementation: Any, precision: str) -> list[Any]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @on_ranks(2)
-def test_module_changes_those_containers_of_its_caller_that_it_changes_under_torchs(precision: str) -> None:
+def test_changes_to_the_callers_containers_equal_torchs(precision: str) -> None:
     assert left_by(fsdp_c.FullyShardedDataParallel, precision) == left_by(TorchFSDP, precision)

@@ -96,7 +96,9 @@ class FullPool:
 
 
 @pytest.mark.parametrize("always", [False, True])
-def test_what_a_full_pool_refuses_is_taken_beside_it(always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_a_full_pool_refuses_is_allocated_outside_of_it(
+    always: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Outside of the pool torch's allocator can free cached memory. If the device is still full, the error is
     raised.
     """

@@ -32,7 +32,7 @@ def step(trainer: Any) -> None:
     trainer.forward().backward()
 
 
-def test_an_event_that_says_what_it_said_a_step_before_is_found() -> None:
+def test_skipped_recording_of_an_event_is_found() -> None:
     """A skipped recording has the effect of an event that is recorded too early."""
     before = records()
     run("no limit")
@@ -44,7 +44,7 @@ def test_an_event_that_says_what_it_said_a_step_before_is_found() -> None:
     assert sum(any(line.startswith("race") for line in lines) for lines in found) >= 4
 
 
-def test_memory_that_another_stream_still_reads_may_not_be_taken_again() -> None:
+def test_early_free_of_memory_read_by_another_stream_is_found() -> None:
     """The detector also reports early frees of memory that is never reused, as sizes differ."""
     aside = torch.cuda.Stream()
     with pytest.raises(AssertionError, match="early free"), races.none_found():
@@ -55,7 +55,7 @@ def test_memory_that_another_stream_still_reads_may_not_be_taken_again() -> None
         del held
 
 
-def test_memory_of_another_stream_may_be_given_back_until_that_takes_some() -> None:
+def test_early_free_is_reported_when_the_owning_stream_allocates() -> None:
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
         held = torch.ones(1000)
@@ -79,7 +79,7 @@ def test_memory_of_another_stream_may_be_given_back_until_that_takes_some() -> N
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_parameters_that_are_given_back_while_another_stream_reads_them_are_found(in_order: bool) -> None:
+def test_reshard_while_another_stream_reads_the_parameters_is_found(in_order: bool) -> None:
     def read_aside(module: Any, *_: Any) -> None:
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside), torch.no_grad():

@@ -82,13 +82,13 @@ def test_a_program_goes_the_same_way_each_time() -> None:
 # ---- absence of unnecessary waits
 
 
-def test_gathers_run_beside_the_computation_before_them() -> None:
+def test_all_gathers_overlap_with_the_previous_computation() -> None:
     """A unit's all-gather does not wait for the forward of the previous unit."""
     behind = list(lags(run("no limit").order, "unshard", "compute 1"))
     assert sum(lag > 3 for lag in behind) >= 6
 
 
-def test_what_a_gather_reads_is_made_beside_the_gather_before_it() -> None:
+def test_input_of_an_all_gather_is_cast_beside_the_previous_all_gather() -> None:
     behind = list(lags(run("no limit, forward prefetch, bf16").order, "pre-unshard", "unshard"))
     assert sum(lag > 0 for lag in behind) >= 6
 
@@ -100,7 +100,7 @@ def test_computation_and_reduce_scatters_run_beside_the_all_reduce_before_them(n
     assert sum(lag > 0 for lag in lags(order, "compute 1", "all-reduce")) >= 20
 
 
-def test_what_is_beside_is_what_nothing_orders() -> None:
+def test_lags_count_unordered_launches_only() -> None:
     first, other = Step("one", "a", {"a": 1}), Step("two", "b", {"b": 1})
     assert list(lags([first, other], "b", "a")) == [1]
     assert list(lags([first, other._replace(after={"a": 1, "b": 1})], "b", "a")) == [0]

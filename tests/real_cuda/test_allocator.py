@@ -25,7 +25,7 @@ def test_training_is_fsdp1s_to_the_bit(setting: str) -> None:
         assert status == 0 and "equal: 4" in said, said[-3000:]
 
 
-def test_an_allocation_that_finds_no_memory_is_told_and_leaves_nothing_behind() -> None:
+def test_failed_allocation_raises_and_leaks_no_memory() -> None:
     """One in five of a step's, or each with pytest --exhaustive. Without caching each asks the device."""
     every = "1" if EXHAUSTIVE else "5"
     for status, said in run("no_memory", PYTORCH_NO_CUDA_MEMORY_CACHING="1", EVERY=every):
@@ -35,7 +35,7 @@ def test_an_allocation_that_finds_no_memory_is_told_and_leaves_nothing_behind() 
         assert len(named) == 4 and sum(map(int, named)) >= 3, said
 
 
-def test_a_unit_that_finds_no_room_is_named_with_the_rank_and_a_remedy() -> None:
+def test_out_of_memory_error_names_unit_rank_and_remedy() -> None:
     for rank, (status, said) in enumerate(run("no_room")):
         assert status == 0, said[-3000:]
         assert (

@@ -36,7 +36,7 @@ def test_hybrid_training_is_fsdp1s_to_the_bit(settings: dict[str, str], splits: 
         assert status == 0 and f"equal: 4, split: {splits}" in said, said[-3000:]
 
 
-def test_a_group_may_end_while_collectives_of_a_step_are_under_way() -> None:
+def test_destroying_a_group_with_pending_collectives_works() -> None:
     assert [(status, said.strip()) for status, said in run("ends_inside_work")] == [(0, "destroyed")] * 2
 
 

@@ -45,7 +45,7 @@ def test_a_race_within_a_graph_is_found_at_its_capture() -> None:
     assert any(report.startswith("race: aten::add writes") for report in found), found
 
 
-def test_a_replay_that_nothing_waits_for_races_with_what_follows() -> None:
+def test_replay_without_a_wait_races_with_later_work() -> None:
     values, side = torch.ones(10, device="cuda"), torch.cuda.Stream()
     graph = captured(lambda each: each.add_(1), values)
     torch.cuda.synchronize()

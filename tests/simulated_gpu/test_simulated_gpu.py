@@ -27,7 +27,7 @@ def test_fresh_and_freed_memory_is_full_of_nan() -> None:
     assert again.data_ptr() == address and bool(again.isnan().all())
 
 
-def test_the_host_may_not_wait_in_the_debug_mode_of_torch() -> None:
+def test_sync_debug_mode_refuses_waits_of_the_host() -> None:
     tensor = torch.ones(3, device=GPU)
     torch.cuda.set_sync_debug_mode("error")
     try:

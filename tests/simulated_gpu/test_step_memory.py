@@ -18,7 +18,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_more_is_requested_than_by_torch(shape: str) -> None:
+def test_a_step_requests_no_more_memory_than_torchs(shape: str) -> None:
     """Requested bytes are compared. Allocated bytes are slightly larger, as the allocator does not split off
     less than 1 MiB of a larger block. At the end of a backward FSDP2 frees the root's gradients before it
     allocates their reduced shard; FSDP1 and fsdp_c hold both.
@@ -31,7 +31,7 @@ def test_no_more_is_requested_than_by_torch(shape: str) -> None:
     assert ours.reserved_MiB <= min(fsdp1.reserved_MiB, fsdp2.reserved_MiB)
 
 
-def test_two_units_ahead_hold_one_more_and_take_less_time_where_the_wire_decides() -> None:
+def test_prefetching_two_units_holds_one_more_and_hides_more_communication() -> None:
     one, two = (in_a_process(Row("fsdp_c", "1.3B", "ethernet64", ahead=ahead)) for ahead in (1, 2))
     block = 2 * (4 * 2048 * 2048 + 3 * 2048 * 5504 + 2 * 2048) / 2**20  # one block in bf16
     assert two.requested_MiB - one.requested_MiB == pytest.approx(block, abs=1)
@@ -76,7 +76,7 @@ def run(program: str, **variables: str) -> None:
     output_of_python("-c", code, cwd=ROOT, timeout_s=1800, **measure.environment() | variables)
 
 
-def test_what_steps_gather_is_cut_of_one_segment_without_rests() -> None:
+def test_unsharded_parameters_of_steps_share_one_segment() -> None:
     """Four layers of just over 2 MiB, two unsharded at a time, need the smallest segment that the allocator
     has.
     """
@@ -91,7 +91,7 @@ assert [block.nbytes for block in taken.segments.values() if block.in_pool] == [
 """)
 
 
-def test_what_is_gathered_outside_of_a_step_is_not_kept_for_steps() -> None:
+def test_parameters_unsharded_outside_of_steps_use_no_pool() -> None:
     """Full parameters in fp32 are allocated on the script's stream. The pool belongs to a different stream
     and has no room.
     """
@@ -106,7 +106,7 @@ assert inside > before, (before, inside)
 """)
 
 
-def test_what_others_have_freed_makes_room_for_what_steps_gather() -> None:
+def test_cached_memory_is_freed_for_the_pool_of_steps() -> None:
     """Cached memory fills the device before the first step, so that there is no other place for the arena
     block.
     """
@@ -124,7 +124,7 @@ assert largest >= 4 * (4096 * 4096 + 4096), largest  # what the last reduction r
 
 
 @pytest.mark.parametrize("conf", ["", "max_split_size_mb:21"])
-def test_a_segment_that_the_allocator_may_not_split_is_given_back(conf: str) -> None:
+def test_unsplittable_segments_are_freed_by_empty_cache(conf: str) -> None:
     """If the allocator cannot split the segment, unsharded parameters get their own segments, and
     empty_cache() leaves no idle memory.
     """
@@ -150,7 +150,7 @@ def inputs():
 """
 
 
-def test_the_last_reduction_reads_memory_of_the_pool_which_is_idle_then() -> None:
+def test_last_reduction_reads_idle_memory_of_the_pool() -> None:
     """The first of four layers, in bf16 with reduction in fp32, is reduced last. Its input fits into the room
     of two unsharded layers.
     """
@@ -174,7 +174,7 @@ model = wrap(nn.Linear(1024, 1024, device="cuda"))
 )
 
 
-def test_the_pool_has_room_for_the_root_s_reduction() -> None:
+def test_pool_has_room_for_the_roots_reduction() -> None:
     """For a single layer in bf16, the input of the reduction in fp32 is twice as large as the unsharded
     parameters.
     """
@@ -187,7 +187,7 @@ assert [in_pool for _, in_pool in inputs()] == [True]
     )
 
 
-def test_where_the_pool_has_no_room_the_last_reduction_reads_memory_of_the_compute_stream() -> None:
+def test_last_reduction_reads_compute_stream_memory_if_the_pool_is_full() -> None:
     """A first forward without gradients does not reserve room for a reduction."""
     run(
         ONE_LAYER
@@ -200,7 +200,7 @@ assert inputs() == [(0, False)]
     )
 
 
-def test_gradients_that_were_reduced_in_another_dtype_are_memory_of_the_compute_stream() -> None:
+def test_gradients_reduced_in_another_dtype_belong_to_the_compute_stream() -> None:
     """The reduction stream's memory is for packed gradients. Gradients allocated there would fragment it."""
     run("""
 mixed = MixedPrecision(torch.bfloat16)
@@ -211,7 +211,7 @@ assert len(streams) >= 4 and not any(streams), streams
 """)
 
 
-def test_gradients_go_with_zero_grad_and_nothing_gathered_outlives_the_backward() -> None:
+def test_zero_grad_frees_gradients_and_no_unsharded_memory_remains() -> None:
     run("""
 with memory() as taken:
     forward_backward()
@@ -224,7 +224,7 @@ assert torch.cuda.memory_allocated() == start
 """)
 
 
-def test_one_gradient_that_is_left_keeps_its_unit_s_memory_in_whatever_order_they_are_cleared() -> None:
+def test_one_remaining_gradient_keeps_its_units_memory() -> None:
     run("""
 for order in (1, -1):
     forward_backward()

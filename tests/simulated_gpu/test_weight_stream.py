@@ -68,7 +68,7 @@ def measured(**options: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("pcie", [5_000.0, 10_000.0, 20_000.0], ids=["slow copies", "alike", "slow gathers"])
-def test_copies_and_gathers_of_units_take_little_more_than_the_longer(pcie: float) -> None:
+def test_iter_full_params_overlaps_copies_and_all_gathers(pcie: float) -> None:
     taken = measured(pcie=pcie)
     assert taken["count"] == 32
     assert taken["time"] <= 1.1 * max(taken["gathers"], taken["copies"])
@@ -76,14 +76,14 @@ def test_copies_and_gathers_of_units_take_little_more_than_the_longer(pcie: floa
     assert taken["left"] == 0
 
 
-def test_parts_of_units_are_two_at_a_time() -> None:
+def test_iter_full_params_holds_two_parts_at_a_time() -> None:
     taken = measured(max_nbytes=300_000)
     assert taken["count"] == 256
     assert taken["time"] <= 1.1 * max(taken["gathers"], taken["copies"])
     assert taken["nbytes"] <= 2 * 300_000
 
 
-def test_parts_of_one_tensor_are_three_if_the_loop_keeps_one() -> None:
+def test_iter_full_params_holds_three_parts_if_the_loop_keeps_one() -> None:
     one = 256 * 256 * 4
     assert 2 * one < measured(max_nbytes=one)["nbytes"] <= 3 * one
     assert measured(max_nbytes=one, lets_go=True)["nbytes"] <= 2 * one

@@ -160,7 +160,7 @@ def test_module_that_cannot_be_wrapped_is_refused(name: str) -> None:
 
 @pytest.mark.usefixtures("fake_ranks")
 @both_views
-def test_wrapping_a_unit_again_warns_and_holds_what_it_held(use_orig_params: bool) -> None:
+def test_wrapping_a_unit_again_warns_and_adds_a_unit_without_parameters(use_orig_params: bool) -> None:
     """As torch allows it: the outer unit is one without parameters."""
     inner = FSDP(layer(), use_orig_params=use_orig_params)
     with pytest.warns(UserWarning, match="is a FullyShardedDataParallel already.*wrap once"):
@@ -169,7 +169,7 @@ def test_wrapping_a_unit_again_warns_and_holds_what_it_held(use_orig_params: boo
     assert [name for name, _ in outer.state_dict().items()] == ["weight", "bias"]
 
 
-def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
+def test_wrapping_without_a_process_group_names_init_process_group() -> None:
     assert not dist.is_initialized()
     net = layer()
     with pytest.raises(
@@ -261,7 +261,7 @@ def tie(model: Heads) -> None:
 @pytest.mark.parametrize("assign", [assign_a_parameter, assign_a_tensor, tie])
 @pytest.mark.parametrize("trained", [False, True], ids=["first", "trained"])
 @pytest.mark.usefixtures("fake_ranks")
-def test_what_is_assigned_after_wrapping_is_found_by_the_next_forward(
+def test_parameter_assigned_after_wrapping_is_refused_by_the_next_forward(
     trained: bool, assign: Callable[[Heads], None]
 ) -> None:
     """Each rank would train it alone, and no state dict would have it; torch undoes it without a word."""
@@ -390,7 +390,7 @@ def test_an_optimizer_of_other_parameters_is_refused(use_orig_params: bool) -> N
 
 
 @pytest.mark.usefixtures("fake_ranks")
-def test_what_is_no_state_dict_or_optimizer_is_refused() -> None:
+def test_optimizer_and_its_state_dict_of_other_types_are_refused() -> None:
     model = FSDP(layer())
     optimizer = torch.optim.Adam(model.parameters())
     for nothing in (None, [1]):
@@ -406,7 +406,7 @@ def test_what_is_no_state_dict_or_optimizer_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
 @pytest.mark.usefixtures("fake_ranks")
-def test_numbers_that_are_converted_by_a_load_are_told_once(dtype: torch.dtype) -> None:
+def test_loading_integers_or_complex_numbers_warns_once(dtype: torch.dtype) -> None:
     model = FSDP(nn.Sequential(FSDP(layer()), layer()))
     values = {name: torch.ones(tensor.shape, dtype=dtype) for name, tensor in layer().state_dict().items()}
     with warnings.catch_warnings(record=True) as record:
@@ -421,9 +421,7 @@ def test_numbers_that_are_converted_by_a_load_are_told_once(dtype: torch.dtype) 
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.usefixtures("fake_ranks")
-def test_a_save_among_faked_ranks_says_that_the_others_are_not_there(
-    tmp_path: Path, background: bool
-) -> None:
+def test_save_with_a_fake_process_group_is_refused(tmp_path: Path, background: bool) -> None:
     model = FSDP(layer(), device_id=torch.device("cpu"))
     words = (
         f"saving {tmp_path / 'ckpt'}: of the 4 ranks of torch's fake process group only rank {RANK} is there"

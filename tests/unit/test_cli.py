@@ -145,7 +145,7 @@ def test_module_is_run_as_python_runs_it(
 # ----------------------------------------------------------------- env
 
 
-def test_env_says_what_a_report_of_a_bug_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_env_lists_versions_and_devices_for_a_bug_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["env"]) == 0
     facts = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
     assert torch.__version__ in facts["torch"] and platform.python_version() in facts["Python"]
@@ -153,7 +153,7 @@ def test_env_says_what_a_report_of_a_bug_needs(capsys: pytest.CaptureFixture[str
     assert facts["CPU kernels"].endswith("default; in use") and facts["CUDA kernels"]
 
 
-def test_env_says_why_cuda_kernels_are_not_used_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_gives_the_reason_for_missing_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(environment._C, "why_no_kernels", lambda device_type: f"no library for {device_type}")
     monkeypatch.setattr(upstream, "HAS_FSDP1", False)
@@ -164,7 +164,7 @@ def test_env_says_why_cuda_kernels_are_not_used_and_what_is_missing(monkeypatch:
     assert "torch's FSDP1:  missing (No module named 'x')" in text
 
 
-def test_a_checkout_without_the_extension_says_what_to_do(tmp_path: Path) -> None:
+def test_import_from_an_unbuilt_checkout_names_make_build(tmp_path: Path) -> None:
     """Such a checkout hides an installed fsdp_c if Python is started in it."""
     package = Path(fsdp_c.__path__[0])
     shutil.copytree(package, tmp_path / "fsdp_c", ignore=shutil.ignore_patterns("*.so", "__pycache__"))

@@ -146,7 +146,7 @@ def test_replicated_module_is_not_entered() -> None:
     assert _get_fsdp_states(nn.Sequential(inner)) == []
 
 
-def test_what_a_shard_holds_is_pickled_under_torchs_name() -> None:
+def test_shard_param_infos_are_pickled_under_torchs_name() -> None:
     """OLMo saves it."""
     infos = nested()._flat_param._shard_param_infos
     saved = pickle.dumps(infos)

@@ -56,7 +56,7 @@ def test_buffers_of_ignored_modules_are_named_without_wrappers() -> None:
     assert model._ignored_buffer_names == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
 
 
-def test_outer_unit_ignores_what_an_inner_one_ignores() -> None:
+def test_outer_unit_ignores_parameters_ignored_by_an_inner_unit() -> None:
     net = Net()
     weight = net.second[0].weight
     net.second = FSDP(net.second, ignored_states=[weight])
@@ -229,7 +229,7 @@ def test_submodules_are_marked_for_dynamo_but_ignored_ones_are_not() -> None:
 
 
 @pytest.mark.parametrize("attempt", [copy.deepcopy, pickle.dumps])
-def test_copying_or_pickling_says_what_to_do_instead(attempt: object) -> None:
+def test_copying_or_pickling_a_unit_names_the_remedy(attempt: object) -> None:
     with pytest.raises(TypeError, match="copy the plain module and wrap the copy"):
         attempt(nn.ModuleList([FSDP(Net())])[0])
 
@@ -245,7 +245,7 @@ def test_a_shallow_copy_is_another_object_over_the_same_unit() -> None:
 # ----------------------------------------------------------------- roots and lazy initialisation
 
 
-def test_after_full_parameters_were_shown_the_root_is_told_as_asked() -> None:
+def test_is_root_is_set_by_summon_full_params_and_can_be_reset() -> None:
     model = nested()
     with FSDP.summon_full_params(model):
         pass

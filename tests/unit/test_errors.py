@@ -724,7 +724,7 @@ def test_calls_of_the_user_are_refused_in_torchs_words(row: Row) -> None:
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 11)])
-def test_note_is_shown_under_the_message(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
+def test_note_is_printed_below_the_message(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
     if sys.version_info >= version:
         monkeypatch.setattr(sys, "version_info", version)
     error = with_note(ValueError("said"), "noted")

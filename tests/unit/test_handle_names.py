@@ -113,7 +113,7 @@ def lacking(theirs: Any, ours: Any) -> set[str]:
 
 @both_views
 @configurations
-def test_everything_that_torch_has_is_there_but_the_runtime(name: str, use_orig_params: bool) -> None:
+def test_attributes_of_torch_exist_or_raise_with_a_replacement(name: str, use_orig_params: bool) -> None:
     """Before and after the first step."""
     theirs, ours = (build(fsdp, use_orig_params, name) for fsdp in (Upstream, FSDP))
     for has_run in (False, True):
@@ -218,7 +218,7 @@ def test_storage_is_there_when_torchs_is(
         assert ours == theirs, theirs[0]
 
 
-def test_sharded_gradient_is_told_in_a_backward_and_after_it() -> None:
+def test_sharded_grad_is_readable_in_a_backward_and_after_it() -> None:
     """Once its reduction has ended, which is when the next one begins."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
@@ -261,7 +261,7 @@ def test_shards_and_views_are_cut_as_torch_cuts_them(use_orig_params: bool) -> N
             assert ours._get_sharded_size(tensor, rank, 4) == theirs._get_sharded_size(tensor, rank, 4)
 
 
-def test_order_of_a_tree_is_told_by_its_root() -> None:
+def test_execution_order_data_of_the_root_equals_torchs() -> None:
     theirs, ours = (build(fsdp, True, "plain") for fsdp in (Upstream, FSDP))
     assert ours._exec_order_data.param_to_fqn == {} and ours._exec_order_data.is_first_iter
     step(theirs), step(ours)
@@ -300,7 +300,7 @@ def test_names_of_parameters_and_buffers_are_those_of_torch() -> None:
                 assert names[0] == names[1], (use_orig_params, method, kwargs)
 
 
-def test_flat_parameter_is_a_plain_parameter_that_says_so() -> None:
+def test_flat_parameter_is_a_plain_parameter_with_a_mark() -> None:
     param = FlatParameter(torch.ones(3), False)
     assert type(param) is nn.Parameter and isinstance(param, FlatParameter) and not param.requires_grad
     assert not isinstance(nn.Parameter(torch.ones(3)), FlatParameter)
@@ -330,7 +330,7 @@ def shown_by(unit: Any) -> dict[str, Any]:
 
 @both_views
 @pytest.mark.parametrize("name", ["plain", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_units_show_what_torchs_show(name: str, use_orig_params: bool) -> None:
+def test_metadata_of_units_equals_torchs(name: str, use_orig_params: bool) -> None:
     theirs, ours = (build(fsdp, use_orig_params, name) for fsdp in (Upstream, FSDP))
     for their_unit, our_unit in zip(Upstream.fsdp_modules(theirs), FSDP.fsdp_modules(ours), strict=True):
         assert shown_by(our_unit) == shown_by(their_unit)
@@ -360,7 +360,7 @@ def test_precisions_in_use_are_those_of_torch(
 
 @pytest.mark.parametrize("name", ["plain", "SHARD_GRAD_OP", "NO_SHARD"])
 @both_views
-def test_views_between_forward_and_backward_are_said_to_stay(name: str, use_orig_params: bool) -> None:
+def test_skipped_use_sharded_views_equals_torchs(name: str, use_orig_params: bool) -> None:
     models = [build(fsdp, use_orig_params, name) for fsdp in (Upstream, FSDP)]
     for grad in (False, True):
         found, outputs = [], []

@@ -15,7 +15,7 @@ DTYPES = [
 ]
 
 
-def test_copies_are_what_was_there_of_any_dtype_and_layout() -> None:
+def test_host_copies_equal_the_values_of_any_dtype_and_layout() -> None:
     base = torch.randn(6, 8)
     together, halves = torch.randn(1000), torch.randn(20)
     flat = {

@@ -195,7 +195,7 @@ def run_as_rank(rank: int, body: str, **settings: str) -> subprocess.CompletedPr
     return run_python("-c", textwrap.dedent(script), RANK=str(rank), **settings)
 
 
-def test_fsdp2_in_a_process_with_fsdp_c_installed_is_told():
+def test_use_of_fsdp2_after_install_warns_once():
     done = run_as_rank(0, SHARDED_BY_TORCH)
     assert done.returncode == 0, done.stderr
     told = "UserWarning: fsdp_c is installed, but FSDP2 is used: fully_shard() stays torch's. Choose"

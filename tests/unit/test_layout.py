@@ -194,7 +194,7 @@ def test_layout_and_its_type_are_immutable() -> None:
         type("Derived", (FlatLayout,), {})
 
 
-def test_what_a_layout_lists_is_made_once() -> None:
+def test_lists_of_a_layout_are_cached() -> None:
     """Lists are cached: a loop over n parameters that reads the list in each pass takes linear time."""
     layout = FlatLayout([3, 0, 5], 4, 2, 1, True)
     for name in ("param_numels", "param_offsets", "numels_with_padding", "is_padding_mask"):

@@ -53,7 +53,7 @@ def test_casts_divisions_and_sums(both: Any, source: torch.dtype, target: torch.
 
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 @pytest.mark.parametrize("name", strided_tensors(torch.float32))
-def test_packing_zeroes_what_no_gradient_covers(both: Any, source: torch.dtype, name: str) -> None:
+def test_packing_zeroes_gaps_between_gradients(both: Any, source: torch.dtype, name: str) -> None:
     tensors = [strided_tensors(source)[name], values(0, source), values(5, source)]
     first = tensors[0].numel()
 
@@ -65,7 +65,9 @@ def test_packing_zeroes_what_no_gradient_covers(both: Any, source: torch.dtype, 
     assert_same_bits(*both(packed))
 
 
-def test_it_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_use_of_torchs_operators_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("FSDP_C_KERNELS", "torch")
     operator_kernels.warn_if_used.cache_clear()
     with caplog.at_level(logging.WARNING, "fsdp_c"):
@@ -76,7 +78,7 @@ def test_it_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
     assert "; FSDP_C_KERNELS=torch is in the environment" in environment.report()
 
 
-def test_what_an_operator_raises_is_the_ops_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_of_an_operator_becomes_the_ops_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> None:
         raise ValueError("no such thing")
 

@@ -158,7 +158,7 @@ def test_hooks_on_registrations_see_the_parameters(seen: list[tuple[str, str]]) 
 
 
 @both_views
-def test_what_looks_for_parameters_of_the_script_sees_none_of_the_units(
+def test_search_for_new_parameters_ignores_those_of_units(
     seen: list[tuple[str, str]], use_orig_params: bool
 ) -> None:
     model = wrap(FSDP, watched(seen, "register_parameter"), use_orig_params)

@@ -135,7 +135,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("options", [{}, {"only_wrap_children": True}, {"ignored_modules": set()}], ids=str)
 @pytest.mark.parametrize("name", POLICIES)
-def test_callable_policy_wraps_what_torchs_does(name: str, options: dict[str, Any]) -> None:
+def test_callable_policy_wraps_the_same_modules_as_torchs(name: str, options: dict[str, Any]) -> None:
     ours, theirs = (
         by_callable(package, POLICIES[name](package), **options) for package in (wrap, torch_wrap)
     )
@@ -153,7 +153,7 @@ def test_callable_policy_wraps_what_torchs_does(name: str, options: dict[str, An
     ],
     ids=["classes", "custom"],
 )
-def test_policy_object_chooses_and_wraps_what_torchs_does(policy: Any) -> None:
+def test_policy_object_wraps_the_same_modules_as_torchs(policy: Any) -> None:
     found = []
     for package in (wrap, torch_wrap):
         made = model()

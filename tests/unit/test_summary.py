@@ -73,7 +73,7 @@ def test_whole_parameters_take_nothing_besides_and_reduce_all() -> None:
     assert (unit.reduce_scatter_nbytes, unit.all_reduce_nbytes, whole.peak_unsharded_nbytes) == (0, 440, 0)
 
 
-def test_segments_and_frozen_units_are_told_apart() -> None:
+def test_summary_marks_segments_and_frozen_units() -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double(), nn.Linear(8, 8).requires_grad_(False))
     model = FSDP(net, auto_wrap_policy=lambda module, recurse, **_: recurse or module is net[2])
     whole = fsdp_c.summary(model)

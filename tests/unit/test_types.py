@@ -64,7 +64,7 @@ print("same")
 @pytest.mark.parametrize(
     ("of", "name"), [(_C.Handle, name) for name in HANDLE] + [(_C.Unit, name) for name in UNIT], ids=str
 )
-def test_a_method_of_an_object_that_init_has_not_made_says_so(of: type, name: str) -> None:
+def test_method_of_an_uninitialised_object_raises(of: type, name: str) -> None:
     bare = of.__new__(of)
     said = set()
     for arguments in ARGUMENTS:
@@ -76,7 +76,7 @@ def test_a_method_of_an_object_that_init_has_not_made_says_so(of: type, name: st
 
 
 @pytest.mark.parametrize("name", ["sharded_grad", "unsharded_nbytes", "padded_unsharded_flat_param"])
-def test_so_does_an_attribute(name: str) -> None:
+def test_attribute_of_an_uninitialised_handle_raises(name: str) -> None:
     with pytest.raises(RuntimeError, match=NOT_INITIALISED):
         getattr(_C.Handle.__new__(_C.Handle), name)
 

@@ -93,7 +93,7 @@ def test_wheel_holds_the_extension_and_its_types(wheel: Path) -> None:
     assert not any(name.startswith(("csrc", "tests", "build")) for name in names)
 
 
-def test_wheel_requires_torch_and_what_its_object_collectives_need(wheel: Path) -> None:
+def test_wheel_requires_torch_and_numpy_alone(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
     lines = archive.read(metadata).decode().splitlines()
@@ -118,7 +118,7 @@ def test_extension_links_against_libc_alone(installed: Path) -> None:
     }
 
 
-def test_import_without_torch_says_so(installed: Path) -> None:
+def test_import_without_torch_names_torch(installed: Path) -> None:
     done = run_python("import sys; sys.modules['torch'] = None; import fsdp_c", installed)
     assert done.returncode == 1
     assert "Error: " in last_line(done.stderr) and "torch" in last_line(done.stderr)
@@ -133,7 +133,7 @@ def test_import_with_an_old_torch_names_both_versions(installed: Path, tmp_path:
     assert "2.10" in last_line(done.stderr) and "2.9.1" in last_line(done.stderr)
 
 
-def test_extension_alone_says_to_import_torch_first(installed: Path) -> None:
+def test_importing_the_extension_before_torch_is_refused(installed: Path) -> None:
     code = (
         "import importlib.util as u; "
         f"spec = u.spec_from_file_location('fsdp_c._C', {str(installed / 'fsdp_c' / '_C.abi3.so')!r}); "
@@ -177,7 +177,7 @@ def test_a_compiler_that_cannot_optimise_across_files_is_not_asked_to(
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("folder", ["my projects", "Ann's projects, #1"])
-def test_an_extension_is_optimised_across_files_whatever_the_paths_are(tmp_path: Path, folder: str) -> None:
+def test_link_time_optimization_works_in_paths_with_spaces_and_quotes(tmp_path: Path, folder: str) -> None:
     """With two partitions: gcc makes them by one makefile."""
     tree = tmp_path / folder / "fsdp_c"
     (tree / "csrc").mkdir(parents=True)

@@ -80,7 +80,7 @@ LINEARS = ["embed", "blocks.0.first", "blocks.0.second", "blocks.1.first", "bloc
     ],
     ids=["classes", "transformer", "size", "lambda"],
 )
-def test_policy_makes_units_of_what_it_names_and_of_the_root(policy: Any, expected: list[str]) -> None:
+def test_policy_makes_units_of_chosen_modules_and_of_the_root(policy: Any, expected: list[str]) -> None:
     assert paths(FSDP(Model(), auto_wrap_policy=policy)) == ["", *expected]
 
 
