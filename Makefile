@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11 python3.10
-C_FILES = $(shell find csrc tests -name "*.[ch]" -o -name "*.cpp" -o -name "*.cu")
+C_FILES = $(shell find csrc tests benchmarks -name "*.[ch]" -o -name "*.cpp" -o -name "*.cu")
 PY_FILES := fsdp_c tests tests/newcomer benchmarks examples docs setup.py
 
 help:

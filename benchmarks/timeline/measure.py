@@ -1,4 +1,4 @@
-"""Time and memory of a step on the simulated GPU, by the model of time in tests/simulated_gpu/device/timeline.h.
+"""Time and memory of a step on the simulated GPU, by the model of time in device/timeline.h.
 
 ``with step() as taken:`` measures from the host's time at the begin until all streams are idle. The process
 needs SIMULATED_GPU_TIMELINE=1 or SIMULATED_GPU_SHAPES=1, which ``environment()`` sets. All times are in
@@ -43,7 +43,7 @@ def native() -> Any:
 
 
 def set_costs(**costs: float) -> None:
-    """Set fields of ``machine_costs`` in tests/simulated_gpu/device/timeline.h by name."""
+    """Set fields of ``machine_costs`` in device/timeline.h by name."""
     for name, value in costs.items():
         native().set_cost(name, value)
 

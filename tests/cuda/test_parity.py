@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -94,15 +93,12 @@ def loss_of(model: Any, generator: torch.Generator) -> Tensor:
     return model(torch.randn(4, WIDTH, generator=generator)).float().square().mean()
 
 
-def assert_parity(
-    rank: int, name: str, ours_in: AbstractContextManager[Any] | None = None, **how: Any
-) -> None:
+def assert_parity(rank: int, name: str, **how: Any) -> None:
     options = OPTIONS[name] | how.pop("options", {})
     with uploads_after_what_was_computed():
         expected = train(Upstream, rank, options=options, **how)
     races.forget()
-    with ours_in or contextlib.nullcontext():
-        actual = train(FullyShardedDataParallel, rank, options=options, **how)
+    actual = train(FullyShardedDataParallel, rank, options=options, **how)
     assert len(expected) == len(actual)
     different = [place for place, pair in enumerate(zip(expected, actual, strict=True)) if not same(*pair)]
     assert not different, f"{len(different)} of {len(expected)}, the first at {different[0]}"

@@ -15,16 +15,19 @@ from tests.libraries import KERNEL_FLAGS, STRICT, Library, Unit, build, one_at_a
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DEVICE = HERE / "device"
+TIMELINE = ROOT / "benchmarks" / "timeline" / "device"  # the model of time
 FOLDER = ROOT / "build" / "simulated_gpu"
-DEVICE_SOURCES = ("streams", "accesses", "memory", "driver", "later", "graph", "timeline")
+DEVICE_SOURCES = ("streams", "accesses", "memory", "driver", "graph", "timeline")
 TORCH_SOURCES = (
     "operators",
     "nccl",
     "torch_device",
     "python",
     "held_operator",
+    "operator_call",
     "recurrent",
     "tensors",
+    "operator_costs",
     "cpu_tensors",
 )  # longest compilation first
 
@@ -48,7 +51,9 @@ def torch_folder() -> Path:
 
 
 def units(names: tuple[str, ...], flags: list[str]) -> tuple[Unit, ...]:
-    return tuple(unit(DEVICE / f"{name}.cpp", f"{name}.o", flags) for name in names)
+    including = [*flags, f"-I{DEVICE}", f"-I{TIMELINE}"]
+    folders = {name: DEVICE if (DEVICE / f"{name}.cpp").exists() else TIMELINE for name in names}
+    return tuple(unit(folder / f"{name}.cpp", f"{name}.o", including) for name, folder in folders.items())
 
 
 def unit(source: Path, name: str, flags: list[str]) -> Unit:
@@ -93,6 +98,7 @@ def kernel_library() -> Library:
         "-DCUDA_THREADS=32",
         f"-I{ROOT / 'csrc'}",
         f"-I{DEVICE}",
+        f"-I{TIMELINE}",
         "-include",
         str(emulation),
         "-x",

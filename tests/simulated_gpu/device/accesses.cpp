@@ -1,7 +1,5 @@
 #include "accesses.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -61,19 +59,6 @@ std::vector<std::string> take_reports() {
     return taken;
 }
 
-static void write_down(const std::string &text) {
-    if (setting("SIMULATED_GPU_LOUD", 0)) {
-        fprintf(stderr, "simulated_gpu: %s\n", text.c_str());
-    }
-    const char *folder = getenv("SIMULATED_GPU_REPORTS");
-    FILE *file =
-        folder ? fopen((std::string(folder) + "/" + std::to_string(getpid())).c_str(), "a") : nullptr;
-    if (file) {
-        fprintf(file, "%s\n\n", text.c_str());
-        fclose(file);
-    }
-}
-
 struct conflict {
     const char *kind;
     moment first;
@@ -102,7 +87,9 @@ static void report(const conflict &found, size_t nbytes) {
     std::string where = known_place != places.end() ? known_place->second : place_now();
     text += " (" + std::to_string(nbytes) + " bytes)\n" + where;
     reports.push_back(text);
-    write_down(text);
+    if (setting("SIMULATED_GPU_LOUD", 0)) {
+        fprintf(stderr, "simulated_gpu: %s\n", text.c_str());
+    }
 }
 
 /* ---- cells ---- */
@@ -265,15 +252,13 @@ static void add_late(const moment &one, const char *does, int owner, size_t nbyt
     }
 }
 
-bool note_free(uintptr_t first, uintptr_t end, const clock &known_then, int owner) {
+void note_free(uintptr_t first, uintptr_t end, const clock &known_then, int owner) {
     static bool watching = setting("SIMULATED_GPU_FREES", 1) != 0;
-    bool all_over = true;
+    if (!watching) {
+        return;
+    }
     auto look = [&](const moment &one, const char *does, size_t nbytes) {
-        if (one.agent <= HOST || one.agent == owner || one.time <= known(known_then, one.agent)) {
-            return;
-        }
-        all_over = false;
-        if (watching) {
+        if (one.agent > HOST && one.agent != owner && one.time > known(known_then, one.agent)) {
             add_late(one, does, owner, nbytes);
         }
     };
@@ -284,7 +269,6 @@ bool note_free(uintptr_t first, uintptr_t end, const clock &known_then, int owne
             look(read, "reads", each.end - at->first);
         }
     }
-    return all_over;
 }
 
 void check_frees(const clock &known_now, int owner) {

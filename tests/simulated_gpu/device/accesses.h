@@ -5,8 +5,7 @@
  * without an order is reported, once for each pair of names and streams. The host's accesses come before all
  * of its later launches.
  *
- * SIMULATED_GPU_RACES=0 disables the detector; SIMULATED_GPU_LOUD=1 prints reports to stderr;
- * SIMULATED_GPU_REPORTS=folder appends them to a file per process. */
+ * SIMULATED_GPU_RACES=0 disables the detector; SIMULATED_GPU_LOUD=1 prints reports to stderr. */
 #pragma once
 
 #include <map>
@@ -76,9 +75,8 @@ DEVICE_API std::vector<ordered> order_so_far();
 /* ---- for memory.cpp ---- */
 
 /* Record a free of memory of the stream `owner`, with `known_then` as the work known to be finished. Other
- * accesses must be finished for that stream when it allocates again, as it may get the same memory. Return
- * true if all accesses are finished. */
-bool note_free(uintptr_t first, uintptr_t end, const clock &known_then, int owner);
+ * accesses must be finished for that stream when it allocates again, as it may get the same memory. */
+void note_free(uintptr_t first, uintptr_t end, const clock &known_then, int owner);
 /* Report accesses to freed memory of the stream that are not finished when it allocates, or may allocate,
  * unless SIMULATED_GPU_FREES=0. */
 void check_frees(const clock &known_now, int owner);

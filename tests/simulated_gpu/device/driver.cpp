@@ -1,6 +1,5 @@
 #include "driver.h"
 
-#include <cstdio>
 #include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>
@@ -35,22 +34,11 @@ int64_t waits_so_far() {
     return waits;
 }
 
-/* SIMULATED_GPU_WAITS=1 says of every wait on stderr whether it orders anything. */
-static void say_wait(const wait_made &made) {
-    static bool says = setting("SIMULATED_GPU_WAITS", 0) != 0;
-    if (says) {
-        std::string name = name_of_agent(made.waiting);
-        fprintf(stderr, "simulated_gpu: wait %lld of %s %s\n", (long long)waits, name.c_str(),
-                made.orders ? "orders" : "adds nothing");
-    }
-}
-
 /* A stream or the host is about to wait. False: this wait is left out. */
 static bool begin_wait(int waiting, const clock &known_to_it, const void *until) {
     clock before = known_to_it;
     merge(before, host_clock());
     history.push_back({waiting, recorders[until], !knows(before, ((const event *)until)->at)});
-    say_wait(history.back());
     return waits++ != dropped;
 }
 

@@ -11,7 +11,6 @@
 #include "accesses.h"
 #include "driver.h"
 #include "kernels/table.h"
-#include "later.h"
 #include "timeline.h"
 
 extern "C" const struct kernel_table *emulated_kernels(const char **why);
@@ -103,10 +102,10 @@ class kernel_launch {
         if (simulated_gpu::has_only_shapes()) {
             return STATUS_OK;
         }
-        if (!simulated_gpu::is_later(on)) {
+        if (!on->capture) {
             return kernel(&at);
         }
-        simulated_gpu::hold(on, [kernel, at = at, device = emulated_device] {
+        simulated_gpu::run_or_hold(on, [kernel, at = at, device = emulated_device] {
             std::unique_lock<std::recursive_mutex> alone(mutex());
             emulated_device = device;
             kernel(&at);

@@ -12,6 +12,15 @@ graph *graph_of(uint64_t capture) {
     return found == captures.end() ? nullptr : found->second;
 }
 
+void run_or_hold(const stream *on, const work &run) {
+    if (!on->capture) {
+        run();
+        return;
+    }
+    holding lock(device_lock);
+    graph_of(on->capture)->hold(run);
+}
+
 bool any_capture() {
     return !captures.empty();
 }

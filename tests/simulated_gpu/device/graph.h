@@ -9,7 +9,6 @@
 #pragma once
 
 #include "accesses.h"
-#include "later.h"
 #include "memory.h"
 
 namespace simulated_gpu {

@@ -14,7 +14,6 @@
 
 #include "accesses.h"
 #include "graph.h"
-#include "later.h"
 #include "timeline.h"
 
 namespace simulated_gpu {
@@ -95,15 +94,6 @@ static void return_memory(uintptr_t at, size_t nbytes) {
     }
 }
 
-/* What was launched with the memory, and is held, runs before. */
-static void poison_behind(stream *owner, uintptr_t at, size_t nbytes) {
-    if (is_late(owner)) {
-        hold(owner, [=] { poison(at, nbytes); });
-    } else {
-        poison(at, nbytes);
-    }
-}
-
 /* ---- blocks ---- */
 
 static bool can_join(const block &one, const block &other) {
@@ -150,7 +140,7 @@ std::vector<memory_segment> reserved_segments() {
 static void give_back(uintptr_t at) {
     auto it = blocks.find(at);
     if (it->second.waiting) {
-        poison_behind(it->second.owner, at, it->second.nbytes);
+        poison(at, it->second.nbytes);
     }
     it->second.waiting = false;
     stats[it->second.owner->device].active -= (int64_t)it->second.nbytes;
@@ -332,18 +322,17 @@ void *device_alloc(size_t requested, int device, stream *on) {
 
 /* The allocator waits for those recorded as users. Whoever gives back under the owner may take memory there
  * next. */
-static bool users_are_through(const block &freed) {
+static void check_users(const block &freed) {
     clock known_then = known_to(freed.owner);
     for (const stream *user : freed.users) {
         merge(known_then, user->now);
     }
-    bool all_over = note_free(freed.at, freed.at + freed.nbytes, known_then, freed.owner->agent);
+    note_free(freed.at, freed.at + freed.nbytes, known_then, freed.owner->agent);
     if (current_stream(freed.owner->device) == freed.owner) {
         clock known_now = known_to(freed.owner);
         check_frees(known_now, freed.owner->agent);
         log_alloc(known_now, freed.owner->agent);
     }
-    return all_over;
 }
 
 void device_free(void *given) {
@@ -356,18 +345,13 @@ void device_free(void *given) {
     of_device.allocated -= (int64_t)freed.nbytes;
     of_device.requested -= (int64_t)freed.requested;
     note_change(freed, true);
-    bool is_through = users_are_through(freed);
+    check_users(freed);
+    poison(freed.at, freed.nbytes);
     freed.used = false;
     freed.users.erase(freed.owner);
     if (freed.users.empty()) {
-        if (is_through || !is_anyone_late()) {
-            poison_behind(freed.owner, freed.at, freed.nbytes);
-        } /* or work that is put off still uses it, and what comes next here waits for that, or is reported */
         give_back(freed.at);
         return;
-    }
-    if (!is_anyone_late()) {
-        poison(freed.at, freed.nbytes);
     }
     freed.waiting = true;
     waiting.push_back({freed.at, {}});
@@ -501,7 +485,6 @@ void pinned_free(void *memory) {
         return;
     }
     holding lock(device_lock);
-    run_all_held(-1);
     forget((uintptr_t)memory, (uintptr_t)memory + nbytes);
     poison((uintptr_t)memory, nbytes);
     free(memory);

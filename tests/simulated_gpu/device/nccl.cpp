@@ -16,7 +16,7 @@
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/csrc/utils/pybind.h>
 
-#include "later.h"
+#include "graph.h"
 #include "tensors.h"
 #include "timeline.h"
 
@@ -257,7 +257,6 @@ class device_backend final : public Backend {
     std::vector<std::pair<WorkPtr, Tensors>> sent; /* gloo reads them later */
     uint64_t sequence = 0;
     stream *streams[MOST_DEVICES] = {};
-    position last_held{}; /* its last collective that did not run when it was launched */
     event wire_is_free{}; /* on the timeline: after the last collective */
 
     WorkPtr collective(OpType type, const Tensors &inputs, const Tensors &outputs, bool async_op,
@@ -297,9 +296,9 @@ class device_backend final : public Backend {
     }
 
     void run_body(stream *on, collective_body body, const Tensors &inputs, const Tensors &outputs) {
-        /* The group lives as long as what it has enqueued. Its collectives run in their order, on all ranks,
-         * whatever waits: on a thread that has no state of Python's, which gloo would keep and release under
-         * its lock when it gets the GIL, while whoever waits here may hold the GIL and want that lock. */
+        /* A graph keeps the group alive. Its replay runs the collective on a thread without Python's state,
+         * which gloo would release under its own lock once it gets the GIL, while the replaying thread may
+         * hold the GIL and wait for that lock. */
         auto run = [group = c10::intrusive_ptr<device_backend>::reclaim_copy(this), body = std::move(body),
                     in = as_cpu_all(inputs), out = as_cpu_all(outputs)] {
             at::AutoDispatchBelowADInplaceOrView below;
@@ -308,10 +307,10 @@ class device_backend final : public Backend {
         if (through_host) {
             host_wait_stream(on);
         }
-        if (through_host || !is_later(on)) {
+        if (through_host || !on->capture) {
             run();
         } else {
-            last_held = hold_in_turn(on, [run] { std::async(std::launch::async, run).get(); }, last_held);
+            run_or_hold(on, [run] { std::async(std::launch::async, run).get(); });
         }
     }
 

@@ -21,8 +21,8 @@
 #include <unordered_set>
 
 #include "graph.h"
-#include "held_operator.h"
-#include "later.h"
+#include "operator_call.h"
+#include "operator_costs.h"
 #include "tensors.h"
 
 namespace simulated_gpu {
@@ -47,98 +47,6 @@ static void spend(stream *on, const char *name, enum span_kind kind, double us, 
 
 static void spend_view() {
     host_spends(in_fsdp() ? 0 : costs().view);
-}
-
-/* Of matrices, or of batches of them. */
-static double flops_of_product(const Tensor &one, const Tensor &other) {
-    return 2.0 * (double)one.numel() * (double)other.size(-1);
-}
-
-static double us_of_product(const Tensor &one, const Tensor &other) {
-    double per_us = one.element_size() <= 2 ? costs().flops_16 : costs().flops_32;
-    return costs().product + flops_of_product(one, other) / per_us;
-}
-
-/* By its floating-point operations; 0: it has none. */
-static double us_of_flops(const std::string &name, const IValue *arguments) {
-    if (name == "aten::mm" || name == "aten::bmm" || name == "aten::_grouped_mm") {
-        return us_of_product(arguments[0].toTensor(), arguments[1].toTensor());
-    }
-    if (name == "aten::addmm" || name == "aten::baddbmm") {
-        return us_of_product(arguments[1].toTensor(), arguments[2].toTensor());
-    }
-    bool is_forward = name == "aten::_scaled_dot_product_flash_attention";
-    if (is_forward || name == "aten::_scaled_dot_product_flash_attention_backward") {
-        const Tensor &query = arguments[is_forward ? 0 : 1].toTensor(),
-                     &key = arguments[is_forward ? 1 : 2].toTensor();
-        bool is_causal = arguments[is_forward ? 4 : 11].toBool();
-        double forward = 4.0 * (double)query.numel() * (double)key.size(2) * (is_causal ? 0.5 : 1.0);
-        /* five products in place of two */
-        return (is_forward ? forward : 2.5 * forward) / costs().attention;
-    }
-    return 0;
-}
-
-/* CUDA's kernels of norms go twice through what comes in: for the gradient of the input, and of the weight.
- */
-static bool reads_twice(const std::string &name) {
-    return name == "aten::_fused_rms_norm_backward" || name == "aten::native_layer_norm_backward";
-}
-
-static bool is_of_lists(const std::string &name) {
-    return name.rfind("aten::_foreach_", 0) == 0 || name.rfind("aten::_fused_adam", 0) == 0 ||
-           name == "aten::_fused_sgd_" || name == "aten::_fused_adagrad_";
-}
-
-/* As ATen/native/cuda/MultiTensorApply.cuh has it since CUDA 13: a launch takes so many tensors of each list,
- * and so many chunks of them. */
-static int64_t launches_over_lists(const c10::FunctionSchema &schema, const IValue *arguments) {
-    static const int64_t most_tensors[] = {770, 448, 336, 252, 210}, most_chunks = 2240, chunk = 65536;
-    std::vector<Tensor> first;
-    int num_lists = 0;
-    for (size_t i = 0; i < schema.arguments().size(); i++) {
-        if (arguments[i].isTensorList() && !arguments[i].toTensorList().empty() &&
-            schema.arguments()[i].name() != "state_steps") {
-            first = first.empty() ? arguments[i].toTensorVector() : first;
-            num_lists++;
-        }
-    }
-    num_lists += schema.returns().empty() ? 0 : 1;
-    int64_t launches = 0, tensors = 0, chunks = 0;
-    for (const Tensor &each : first) {
-        int64_t left = (each.numel() + chunk - 1) / chunk;
-        tensors += left != 0;
-        while (left) {
-            int64_t taken = std::min(left, most_chunks - chunks);
-            left -= taken;
-            chunks += taken;
-            if (chunks == most_chunks || (!left && tensors == most_tensors[std::min(num_lists, 5) - 1])) {
-                launches++;
-                chunks = 0;
-                tensors = left != 0;
-            }
-        }
-    }
-    return std::max<int64_t>(launches + (chunks != 0), 1);
-}
-
-static int64_t num_launches(const c10::FunctionSchema &schema, const IValue *arguments) {
-    return is_of_lists(schema.name())   ? launches_over_lists(schema, arguments)
-           : reads_twice(schema.name()) ? 2
-                                        : 1;
-}
-
-/* Of what it is given to change it reads nothing. */
-static bool overwrites(const std::string &name) {
-    static const names all = {"aten::fill_",    "aten::zero_",          "aten::normal_",
-                              "aten::uniform_", "aten::_foreach_copy_", "aten::_foreach_zero_"};
-    return all.count(name) != 0;
-}
-
-/* It reads as much of its tensors as it gives. */
-static bool reads_what_it_gives(const std::string &name) {
-    static const names all = {"aten::index_select", "aten::embedding", "aten::gather", "aten::index"};
-    return all.count(name) != 0;
 }
 
 /* ---- memory and views ---- */
@@ -278,15 +186,15 @@ static void copy_between(const Tensor &self, const Tensor &source, bool non_bloc
         }
         bool is_computed = !has_only_shapes() || (is_between_devices && nbytes_of(self) <= SMALL_COPY);
         auto copy = [is_computed, into = borrowed(self),
-                     from = is_later(on) ? lasting(source) : as_cpu(source)]() mutable {
+                     from = on->capture ? lasting(source) : as_cpu(source)]() mutable {
             if (!is_computed) {
                 return;
             }
             at::AutoDispatchBelowADInplaceOrView below;
             at::native::copy_(into, from, false);
         };
-        if (is_later(on)) {
-            hold(on, copy);
+        if (on->capture) {
+            run_or_hold(on, copy);
         }
         graph *capturing = graph_of(on->capture);
         if (capturing && self.is_cuda()) { /* values for those that follow, until the capture's end */
@@ -294,7 +202,7 @@ static void copy_between(const Tensor &self, const Tensor &source, bool non_bloc
             before.save(self);
             capturing->at_end([before]() mutable { before.restore(); });
         }
-        if (!is_late(on) && (!capturing || self.is_cuda())) {
+        if (!capturing || self.is_cuda()) {
             copy();
         }
     }
@@ -345,25 +253,16 @@ static bool makes_the_host_wait(const std::string &name) {
     return all.count(name) != 0;
 }
 
-/* Values that are addresses, and would be wrong ones before they are there. */
-static bool may_hold_indices(const Tensor &tensor) {
-    return at::isIntegralType(tensor.scalar_type(), false);
-}
-
-class device_call {
+class device_call final : public operator_call {
   public:
     device_call(const c10::OperatorHandle &operator_, Stack *values)
-        : op(operator_), schema(operator_.schema()), stack(values),
-          first(values->size() - schema.arguments().size()) {
+        : operator_call(operator_, values, (c10::DeviceIndex)current_device()) {
     }
 
     void run() {
         find_device();
-        is_held = is_later(on);
-        if (is_held && !on->capture && must_run_now()) {
-            run_held(on);
-            is_held = false;
-        }
+        on = current_stream(device.index());
+        is_held = on->capture != 0;
         for (size_t i = 0; i < schema.arguments().size(); i++) {
             convert((*stack)[first + i], schema.arguments()[i]);
         }
@@ -375,7 +274,13 @@ class device_call {
         at::Tensor numbers_before =
             draws ? cpu_generator_in(default_generator(device.index())).get_state() : at::Tensor();
         if (is_held) {
-            hold_arguments(draws);
+            hold_arguments();
+        }
+        if (is_held && draws) {
+            held->surround([index = device.index()](const auto &run) {
+                drawing_from numbers(index);
+                run();
+            });
         }
         {
             at::AutoDispatchBelowADInplaceOrView below;
@@ -387,18 +292,9 @@ class device_call {
                 c10::DispatchKeySet(has_only_shapes() ? c10::DispatchKey::Meta : c10::DispatchKey::CPU),
                 stack);
         }
+        return_results();
         if (is_held) {
-            note_places(stack->size() - schema.returns().size(), stack->size(), true);
-        }
-        for (auto &[_, pair] : originals) {
-            follow(pair.first, pair.second);
-        }
-        size_t begin = stack->size() - schema.returns().size();
-        for (size_t i = begin; i < stack->size(); i++) {
-            bring_back((*stack)[i]);
-        }
-        if (is_held) {
-            simulated_gpu::hold(on, [kept = std::move(held)] { kept->run(); });
+            run_or_hold(on, [kept = std::move(held)] { kept->run(); });
             undo();
             if (draws) {
                 cpu_generator_in(default_generator(device.index())).set_state(numbers_before);
@@ -413,15 +309,7 @@ class device_call {
     }
 
   private:
-    const c10::OperatorHandle &op;
-    const c10::FunctionSchema &schema;
-    Stack *stack;
-    size_t first; /* of the arguments on the stack */
-    at::Device device{c10::kCUDA, 0};
     stream *on = nullptr;
-    std::unordered_map<c10::TensorImpl *, std::pair<Tensor, Tensor>>
-        originals;                                                 /* by the CPU's: the device's, the CPU's */
-    std::unordered_map<c10::StorageImpl *, c10::Storage> storages; /* by the device's: the CPU's */
     std::vector<std::pair<Tensor, enum access>> accesses;
     double moved_nbytes = 0; /* to and from the device's memory */
     bool is_view = true;     /* it touches nothing */
@@ -455,40 +343,7 @@ class device_call {
     /* Of work that runs later: it runs now as well, as nothing else tells what its results will be, and is
      * undone. */
     bool is_held = false;
-    std::shared_ptr<held_operator> held;
-    std::unordered_map<c10::TensorImpl *, value_place> places; /* by the CPU's tensors */
     saved_memory saved;
-
-    bool must_run_now() const {
-        bool must = makes_the_host_wait(schema.name()) || op.hasTag(at::Tag::nondeterministic_seeded);
-        for (size_t i = first; i < stack->size(); i++) {
-            for_each_tensor((*stack)[i], [&](const Tensor &each) {
-                must = must || (each.is_cuda() && may_hold_indices(each));
-            });
-        }
-        return must;
-    }
-
-    void hold_arguments(bool draws) {
-        Stack arguments(stack->begin() + (ptrdiff_t)first, stack->end());
-        held = std::make_shared<held_operator>(op, arguments, [&](const Tensor &each) {
-            return originals.count(each.unsafeGetTensorImpl()) != 0;
-        });
-        if (draws) {
-            held->surround([index = device.index()](const auto &run) {
-                drawing_from numbers(index);
-                run();
-            });
-        }
-        note_places(first, stack->size(), false);
-    }
-
-    void note_places(size_t begin, size_t end, bool are_results) {
-        held_operator::for_each_place(*stack, begin, end, are_results,
-                                      [&](const Tensor &each, value_place place) {
-                                          places.insert({each.unsafeGetTensorImpl(), place});
-                                      });
-    }
 
     /* Before it is written. */
     void save(const Tensor &tensor) {
@@ -500,41 +355,7 @@ class device_call {
     /* What is captured works on the values that were there until the capture's end, as indices among them
      * must be right. */
     void undo() {
-        if (graph *capturing = graph_of(on->capture)) {
-            capturing->at_end([kept = std::move(saved)]() mutable { kept.restore(); });
-        } else {
-            saved.restore();
-        }
-    }
-
-    void find_device() {
-        bool found = false, has_cpu_tensor = false;
-        auto look = [&](const Tensor &each) {
-            if (each.is_cuda()) {
-                TORCH_CHECK(!found || device == each.device(),
-                            "Expected all tensors to be on the same device, but found "
-                            "",
-                            "at least two devices, ", device, " and ", each.device(), "! (", schema.name(),
-                            ")");
-                device = each.device();
-                found = true;
-            }
-            has_cpu_tensor = has_cpu_tensor || (each.is_cpu() && each.dim() > 0);
-        };
-        for (size_t i = first; i < stack->size(); i++) {
-            const IValue &value = (*stack)[i];
-            for_each_tensor(value, look);
-            if (value.isDevice() && value.toDevice().is_cuda() && !found) {
-                int index = value.toDevice().index();
-                device = device_of_index(index < 0 ? current_device() : index);
-            }
-        }
-        TORCH_CHECK(!found || !has_cpu_tensor || takes_cpu_tensors(schema.name()),
-                    "Expected all tensors to be on the ",
-                    "same device, but found at least two devices, "
-                    "",
-                    device, " and cpu! (", schema.name(), ")");
-        on = current_stream(device.index());
+        graph_of(on->capture)->at_end([kept = std::move(saved)]() mutable { kept.restore(); });
     }
 
     Tensor to_cpu(const Tensor &tensor, bool is_access, enum access how, bool is_replaced) {
@@ -547,14 +368,7 @@ class device_call {
             accesses.push_back({tensor, how});
             count_bytes(tensor, how, is_replaced);
         }
-        c10::StorageImpl *storage = tensor.storage().unsafeGetStorageImpl();
-        auto found = storages.find(storage);
-        if (found == storages.end()) {
-            found = storages.insert({storage, working_storage_of(tensor.storage())}).first;
-        }
-        Tensor made = as_cpu(tensor, found->second);
-        originals[made.unsafeGetTensorImpl()] = {tensor, made};
-        return made;
+        return converted(tensor, [&] { return working_storage_of(tensor.storage()); });
     }
 
     void convert(IValue &value, const c10::Argument &argument) {
@@ -584,58 +398,28 @@ class device_call {
         }
     }
 
-    /* An output that the operator resized is resized too. */
-    void follow(const Tensor &original, const Tensor &cpu) {
-        bool is_same_memory = cpu.is_meta() || original.storage().data() == cpu.storage().data();
-        if (is_same_memory && original.sizes() == cpu.sizes() && original.strides() == cpu.strides()) {
-            return;
-        }
-        original.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(),
-                                                              cpu.storage_offset());
-        make_room(original);
-        if (!is_same_memory) {
-            fill(original, cpu);
-        }
+    void make_room_for(const Tensor &resized) override {
+        make_room(resized);
     }
 
-    void fill(const Tensor &original, const Tensor &cpu) {
+    Tensor new_tensor(const Tensor &like) override {
+        return empty_strided(like.sizes(), like.strides(), like.scalar_type(), std::nullopt, device,
+                             std::nullopt);
+    }
+
+    void fill(const Tensor &original, const Tensor &cpu) override {
         launch launch(on, schema.name().c_str());
         touch(launch, original, WRITE);
         count_bytes(original, WRITE, true);
         if (is_held) {
             save(original);
-            held->fill(places.at(cpu.unsafeGetTensorImpl()), original);
+            hold_fill(original, cpu);
         }
         if (cpu.numel() && !cpu.is_meta()) {
             at::AutoDispatchBelowADInplaceOrView below;
             Tensor into = as_cpu(original);
             at::native::copy_(into, cpu, false);
         }
-    }
-
-    /* An argument, a view of one's storage, or memory of its own. */
-    Tensor from_cpu(const Tensor &cpu) {
-        if (!cpu.defined()) {
-            return cpu;
-        }
-        auto known = originals.find(cpu.unsafeGetTensorImpl());
-        if (known != originals.end()) {
-            return known->second.first;
-        }
-        for (auto &[storage, of_cpu] : storages) {
-            if (of_cpu.unsafeGetStorageImpl() == cpu.storage().unsafeGetStorageImpl()) {
-                return view_of(storage, cpu);
-            }
-        }
-        Tensor made =
-            empty_strided(cpu.sizes(), cpu.strides(), cpu.scalar_type(), std::nullopt, device, std::nullopt);
-        fill(made, cpu);
-        mark_wrapped_number(made, cpu);
-        return made;
-    }
-
-    void bring_back(IValue &value) {
-        value = changed(value, [&](const Tensor &cpu) { return from_cpu(cpu); });
     }
 };
 

@@ -7,7 +7,6 @@
 
 #include "driver.h"
 #include "graph.h"
-#include "later.h"
 #include "nccl.h"
 #include "tensors.h"
 #include "timeline.h"
@@ -229,18 +228,13 @@ static void bind_memory(py::module_ &module) {
         .def_readonly("total_memory", &device_properties::total_memory);
 }
 
-/* ---- graphs, and what is put off ---- */
+/* ---- graphs ---- */
 
-static void bind_later(py::module_ &module) {
+static void bind_graphs(py::module_ &module) {
     module.def("is_capturing", [] { return current_stream(current_device())->capture != 0; });
     module.def("new_pool", [] {
         pool_id made = new_pool();
         return id_pair(made.first, made.second);
-    });
-    module.def("set_late", [](const std::string &streams) {
-        static const std::map<std::string, enum late_streams> all = {
-            {"", NONE_LATE}, {"side", SIDE_LATE}, {"default", DEFAULT_LATE}, {"all", ALL_LATE}};
-        set_late(all.at(streams));
     });
     py::class_<graph>(module, "CUDAGraph")
         .def(py::init([](bool) { return std::make_unique<graph>(); }), py::arg("keep_graph") = false)
@@ -267,7 +261,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     bind_streams(module);
     bind_timeline(module);
     bind_memory(module);
-    bind_later(module);
+    bind_graphs(module);
     module.def("bind_nccl", [](py::module_ into) { bind_nccl(into); });
     module.def("take_reports", &take_reports);
     module.def("launch_counts", &launch_counts);

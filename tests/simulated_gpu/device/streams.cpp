@@ -7,7 +7,6 @@
 
 #include "driver.h"
 #include "graph.h"
-#include "later.h"
 #include "timeline.h"
 
 namespace simulated_gpu {
@@ -192,7 +191,7 @@ void event_record(event *which, stream *on) {
     holding lock(device_lock);
     calls.records++;
     merge(on->now, host_clock()); /* the host's own order reaches the stream with what it enqueues */
-    *which = {true, false, on->now, std::chrono::steady_clock::now(), end_of(on), on->capture};
+    *which = {true, false, on->now, std::chrono::steady_clock::now(), on->capture};
     time_record(which, on);
 }
 
@@ -209,7 +208,6 @@ void stream_wait(stream *which, const event *until) {
         throw std::runtime_error("CUDA error: dependency created on uncaptured work in another stream");
     }
     merge(which->now, until->at);
-    hold_wait(which, until->end);
 }
 
 void host_wait(const event *until) {
@@ -218,7 +216,6 @@ void host_wait(const event *until) {
     if (graph_of(until->capture)) {
         refuse_while_capturing();
     }
-    run_until(until->end);
     time_host_wait(until->time, "waits for an event");
     merge(host_clock(), until->at);
 }
@@ -228,7 +225,6 @@ void host_wait_stream(stream *which) {
     if (which->capture) {
         refuse_while_capturing();
     }
-    run_until(end_of(which));
     time_host_wait(end_in_time(which), "waits for a stream");
     merge(host_clock(), which->now);
 }
@@ -238,7 +234,6 @@ void host_wait_device(int device) {
     if (any_capture()) {
         refuse_while_capturing();
     }
-    run_all_held(device);
     for (const stream &each : streams().list) {
         if (each.device == device) {
             time_host_wait(end_in_time(&each), "waits for the device");

@@ -6,14 +6,14 @@
  *   stream 2                X --- wait(event) --- X
  *
  * Invariant: work runs when it is launched, on the calling thread, which is a legal order of any program of
- * streams, or later in another legal order: later.h. Vector clocks track the order that the program promises.
- * Each stream is an agent, and the host is one more (all its threads together). An agent's clock holds, for
+ * streams. Vector clocks track the order that the program promises. Each stream is an agent, and the host is one more (all its threads together). An agent's clock holds, for
  * each agent, the last launch that is known to be finished. */
 #pragma once
 
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -53,18 +53,11 @@ struct stream { /* lives as long as the process: its address is the driver's han
     stream_time time{};
 };
 
-/* A position in all work that a stream ever held: later.h. */
-struct position {
-    stream *of;
-    uint64_t at;
-};
-
 struct event {
     bool recorded;
     bool asked; /* queried before it was known to be complete */
     clock at;
     std::chrono::steady_clock::time_point host_time; /* time of the record */
-    position end;                                    /* end of the stream's work at the record */
     uint64_t capture;                                /* capture that contains the record */
     event_time time{};
 };
@@ -93,6 +86,10 @@ DEVICE_API void *handle_of(stream *which);
 DEVICE_API stream *current_stream(int device); /* the thread's */
 DEVICE_API void set_current_stream(stream *which);
 DEVICE_API std::string name_of_agent(int agent);
+
+/* Run work at once, or leave it to the graph that the stream captures. */
+using work = std::function<void()>;
+DEVICE_API void run_or_hold(const stream *on, const work &run);
 
 /* ---- order ---- */
 DEVICE_API event *event_new();

@@ -7,7 +7,6 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include "later.h"
 #include "tensors.h"
 #include "timeline.h"
 

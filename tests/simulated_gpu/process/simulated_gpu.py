@@ -34,11 +34,6 @@ def reports() -> list[str]:
     return library().take_reports()
 
 
-def launches() -> dict[str, int]:
-    """How often each operation ran on each stream since the start."""
-    return dict(library().launch_counts())
-
-
 def driver_calls() -> dict[str, int]:
     """Calls of the driver since the start: events, launches, and blocks taken from the allocator."""
     import torch
@@ -77,12 +72,6 @@ def drop_wait(nth: int) -> None:
 def waits() -> int:
     """How many such waits there were."""
     return library().waits_so_far()
-
-
-def put_off(streams: str) -> None:
-    """Streams that run their work when something waits for it, no sooner: ``side``, ``default``, ``all`` or
-    ``""``."""
-    library().set_late(streams)
 
 
 # ---- the start

@@ -10,7 +10,7 @@
  * previous work, and the completion of the events that the stream waits for. Its duration follows from bytes,
  * floating-point operations and the machine. A waiting host advances to the awaited time. Concurrent kernels
  * do not slow each other down here, but the collectives of one group run one after the other, like NCCL's.
- * Each span records its causes and its use of the device: benchmarks/contention.py replays the step with
+ * Each span records its causes and its use of the device: benchmarks/timeline/contention.py replays the step with
  * contention.
  *
  * SIMULATED_GPU_TIMELINE=1 enables the model. SIMULATED_GPU_SHAPES=1 does too, and nothing is computed:
