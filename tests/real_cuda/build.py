@@ -134,12 +134,12 @@ class Build:
 
     def device_libraries(self) -> list[Library]:
         flags = [*DEVICE_FLAGS, *including(cuda_include(), self.packages / "nvidia/nccl/include")]
-        runtime = self.library(RUNTIME, ("runtime",), flags, *self.with_library(DRIVER))
+        runtime = self.library(RUNTIME, ("runtime", "runtime_absent"), flags, *self.with_library(DRIVER))
         return [
-            self.library(DRIVER, ("driver", "device", "graph"), flags),
+            self.library(DRIVER, ("driver", "driver_absent", "device", "graph"), flags),
             replace(runtime, names=DEVICE / "runtime.map"),
             self.library(MANAGEMENT, ("nvml",), flags),
-            self.library(NCCL, ("nccl",), flags, "-lrt", *self.with_library(DRIVER)),
+            self.library(NCCL, ("nccl", "nccl_absent"), flags, "-lrt", *self.with_library(DRIVER)),
         ]
 
     def operators(self) -> Library:
@@ -149,7 +149,7 @@ class Build:
         )
         of_torch = (f"-L{self.torch / 'lib'}", "-ltorch_cuda", "-lc10_cuda", "-ltorch_cpu", "-lc10")
         flags = [*TORCH_FLAGS, *including_torch, f"-I{SIMULATED}"]
-        sources = ("operators", "held_operator", "cpu_tensors")
+        sources = ("operators", "operator_call", "held_operator", "cpu_tensors")
         return self.library("liboperators.so", sources, flags, *of_torch, *self.with_library(DRIVER))
 
     def toolkit_headers(self) -> Path:

@@ -34,8 +34,7 @@ int num_devices() {
 }
 
 size_t device_nbytes() {
-    static size_t nbytes = (size_t)setting("FAKE_CUDA_MEMORY", 80L << 30);
-    return nbytes;
+    return 80UL << 30;
 }
 
 bool is_late() {
@@ -67,9 +66,6 @@ static void activate(CUctx_st *which) {
     if (which && !which->is_active) {
         which->is_active = true;
         which->default_stream = new_stream(which, 0, 0);
-        if (setting("FAKE_CUDA_LOUD", 0)) {
-            fprintf(stderr, "fake_cuda[%d]: a context on device %d\n", getpid(), which->device);
-        }
     }
 }
 
@@ -98,10 +94,9 @@ CUctx_st *needed() {
     return current();
 }
 
-bool push(CUctx_st *which) {
+void push(CUctx_st *which) {
     activate(which);
     contexts().push_back(which);
-    return true;
 }
 
 CUctx_st *pop() {
@@ -337,9 +332,6 @@ void *take(size_t nbytes, enum kind kind, int device) {
     void *data = mapped(size);
     if (!data) {
         return nullptr;
-    }
-    if (is_device && setting("FAKE_CUDA_POISON", 0) && size <= (64 << 20)) {
-        memset(data, 0xff, size); /* NaN in every float, true in every bool */
     }
     blocks[(uintptr_t)data] = {nbytes, size, kind, device};
     add_used(device, is_device ? (ptrdiff_t)size : 0);

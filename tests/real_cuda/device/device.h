@@ -56,7 +56,7 @@ CUctx_st *current();                /* of this thread, or null */
 int current_device();               /* of this thread; 0 without a context */
 void make_current(CUctx_st *which); /* the top of this thread's stack */
 CUctx_st *needed();                 /* as the runtime does: the first device's, where there is none */
-bool push(CUctx_st *which);
+void push(CUctx_st *which);
 CUctx_st *pop();
 
 CUstream_st *new_stream(CUctx_st *context, unsigned flags, int priority);

@@ -114,10 +114,8 @@ EXPORT CUresult CUDAAPI cuDevicePrimaryCtxGetState(CUdevice device, unsigned *fl
 }
 
 EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *made, CUdevice device) {
-    CUctx_st *before = current();
     push(primary(device)); /* makes it */
     pop();
-    (void)before;
     *made = primary(device);
     return CUDA_SUCCESS;
 }
@@ -392,21 +390,6 @@ EXPORT CUresult CUDAAPI cuMemUnmap(CUdeviceptr at, size_t nbytes) {
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult CUDAAPI cuMemExportToShareableHandle(void *file, CUmemGenericAllocationHandle handle,
-                                                     CUmemAllocationHandleType, unsigned long long) {
-    *(int *)file = dup(((pages *)handle)->file);
-    return CUDA_SUCCESS;
-}
-
-EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *made, void *file,
-                                                       CUmemAllocationHandleType) {
-    int mine = dup((int)(uintptr_t)file);
-    off_t nbytes = lseek(mine, 0, SEEK_END);
-    *made = (CUmemGenericAllocationHandle) new pages{mine, current_device(), 1, (size_t)nbytes};
-    add_used(current_device(), nbytes);
-    return CUDA_SUCCESS;
-}
-
 EXPORT CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *at) {
     holding held(lock);
     auto found = mappings.find((CUdeviceptr)at);
@@ -476,60 +459,6 @@ EXPORT CUresult CUDAAPI cuStreamWriteValue32_v2(CUstream on, CUdeviceptr at, cuu
     auto *to = (cuuint32_t *)at;
     run(stream_of(on), [=] { *to = value; }, {{to, sizeof value}});
     return CUDA_SUCCESS;
-}
-
-/* ---- what is linked with, and not done ---- */
-
-EXPORT CUresult CUDAAPI cuModuleLoad(CUmodule *, const char *) {
-    return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORT CUresult CUDAAPI cuModuleLoadData(CUmodule *, const void *) {
-    return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORT CUresult CUDAAPI cuModuleLoadDataEx(CUmodule *, const void *, unsigned, CUjit_option *, void **) {
-    return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORT CUresult CUDAAPI cuModuleUnload(CUmodule) {
-    return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORT CUresult CUDAAPI cuModuleGetFunction(CUfunction *, CUmodule, const char *) {
-    return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORT CUresult CUDAAPI cuFuncGetAttribute(int *, CUfunction_attribute, CUfunction) {
-    return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORT CUresult CUDAAPI cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) {
-    return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORT CUresult CUDAAPI cuFuncSetCacheConfig(CUfunction, CUfunc_cache) {
-    return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORT CUresult CUDAAPI cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                                       unsigned, CUstream, void **, void **) {
-    return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORT CUresult CUDAAPI cuLaunchCooperativeKernel(CUfunction, unsigned, unsigned, unsigned, unsigned,
-                                                  unsigned, unsigned, unsigned, CUstream, void **) {
-    return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORT CUresult CUDAAPI cuLinkAddData_v2(CUlinkState, CUjitInputType, void *, size_t, const char *, unsigned,
-                                         CUjit_option *, void **) {
-    return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORT CUresult CUDAAPI cuLinkComplete(CUlinkState, void **, size_t *) {
-    return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORT CUresult CUDAAPI cuLinkCreate_v2(unsigned, CUjit_option *, void **, CUlinkState *) {
-    return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORT CUresult CUDAAPI cuOccupancyMaxActiveBlocksPerMultiprocessor(int *, CUfunction, int, size_t) {
-    return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORT CUresult CUDAAPI cuTensorMapEncodeTiled(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
-                                               const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
-                                               const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                               CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-    return CUDA_ERROR_NOT_SUPPORTED;
 }
 
 /* A function of this library by the name that the API has it under. */

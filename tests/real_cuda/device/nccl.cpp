@@ -104,18 +104,8 @@ bool is_over(const ncclComm *comm) {
     return comm->is_aborted || comm->shared->is_aborted;
 }
 
-/* FAKE_NCCL_ALONE=1: this process takes itself for all ranks; no bytes move, for who looks at memory and at
- * order alone. */
-bool is_alone() {
-    static bool alone = fake::setting("FAKE_NCCL_ALONE", 0) != 0;
-    return alone;
-}
-
 /* False: the communicator was aborted meanwhile. */
 bool meet(const ncclComm *comm, meeting *at) {
-    if (is_alone()) {
-        return !is_over(comm);
-    }
     uint32_t round = at->round;
     if (at->arrived.fetch_add(1) + 1 == (uint32_t)comm->num_ranks) {
         at->arrived = 0;
@@ -313,7 +303,7 @@ ncclResult_t exchange(std::vector<task> &pending) {
 
 /* ---- calls that go wrong ---- */
 
-enum disturbance { NONE, SLOW, ALWAYS_SLOW, FAILS, HANGS };
+enum disturbance { NONE, SLOW, FAILS, HANGS };
 struct {
     enum disturbance what = NONE;
     int calls_until = 0, ms = 0;
@@ -325,7 +315,7 @@ enum disturbance disturbance_now(int *ms) {
         return NONE;
     }
     enum disturbance now = disturbance.what;
-    disturbance.what = now == ALWAYS_SLOW ? now : NONE;
+    disturbance.what = now == SLOW ? now : NONE;
     *ms = disturbance.ms;
     return now;
 }
@@ -335,7 +325,7 @@ enum disturbance disturbance_now(int *ms) {
 bool is_undisturbed(ncclComm *comm) {
     int ms = 0;
     enum disturbance now = disturbance_now(&ms);
-    if (now == SLOW || now == ALWAYS_SLOW) {
+    if (now == SLOW) {
         usleep((useconds_t)ms * 1000);
     }
     if (now == FAILS) {
@@ -365,7 +355,7 @@ void run_in_turn(std::vector<task> &of_stream) {
             each.comm->error = result;
         }
     }
-    if (!pairs.empty() && !is_alone()) {
+    if (!pairs.empty()) {
         result = exchange(pairs);
         if (result != ncclSuccess && !pairs[0].comm->is_aborted) {
             pairs[0].comm->error = result;
@@ -424,9 +414,6 @@ std::string text_of(const call &said) {
 ncclResult_t rounds(ncclComm *comm, const call &mine, size_t count, size_t most,
                     const std::function<void(size_t at, size_t n)> &put,
                     const std::function<ncclResult_t(size_t at, size_t n)> &get) {
-    if (is_alone()) {
-        return ncclSuccess;
-    }
     comm->shared->calls[comm->rank] = mine;
     if (!meet(comm)) {
         return ncclRemoteError;
@@ -791,40 +778,8 @@ NCCL ncclCommDeregister(const ncclComm_t, void *) {
     return ncclSuccess;
 }
 
-/* After so many calls of this process one is slow by that much, or all are from then on, or it fails, or
- * hangs; 0: none. */
+/* Disturb this process: after `calls_until` calls one fails or hangs, or all are slow by `ms`; 0: none. */
 EXPORT void fake_nccl_disturb(int what, int calls_until, int ms) {
     fake::holding held(fake::lock);
     disturbance = {(enum disturbance)what, calls_until, ms};
-}
-
-#define ABSENT(name, ...)                                                                                    \
-    NCCL name(__VA_ARGS__) {                                                                                 \
-        return fail(ncclInvalidUsage, #name " is not there");                                                \
-    }
-
-ABSENT(ncclCommInitAll, ncclComm_t *, int, const int *)
-ABSENT(ncclCommShrink, ncclComm_t, int *, int, ncclComm_t *, ncclConfig_t *, int)
-ABSENT(ncclCommSuspend, ncclComm_t, int)
-ABSENT(ncclCommResume, ncclComm_t)
-ABSENT(ncclCommWindowRegister, ncclComm_t, void *, size_t, ncclWindow_t *, int)
-ABSENT(ncclCommWindowDeregister, ncclComm_t, ncclWindow_t)
-ABSENT(ncclSignal, int, int, int, unsigned, ncclComm_t, cudaStream_t)
-ABSENT(ncclPutSignal, const void *, size_t, ncclDataType_t, int, ncclWindow_t, size_t, int, int, unsigned,
-       ncclComm_t, cudaStream_t)
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 29, 0)
-ABSENT(ncclCommMemStats, ncclComm_t, ncclCommMemStat_t, uint64_t *)
-ABSENT(ncclWaitSignal, int, ncclWaitSignalDesc_t *, ncclComm_t, cudaStream_t)
-#endif
-EXPORT ncclResult_t ncclDevCommCreate() {
-    return fail(ncclInvalidUsage, "ncclDevCommCreate is not there");
-}
-EXPORT ncclResult_t ncclDevCommDestroy() {
-    return fail(ncclInvalidUsage, "ncclDevCommDestroy is not there");
-}
-EXPORT ncclResult_t ncclGetLsaMultimemDevicePointer() {
-    return fail(ncclInvalidUsage, "ncclGetLsaMultimemDevicePointer");
-}
-EXPORT ncclResult_t ncclGetPeerDevicePointer() {
-    return fail(ncclInvalidUsage, "ncclGetPeerDevicePointer is not there");
 }

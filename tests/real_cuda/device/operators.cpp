@@ -21,7 +21,7 @@
 
 #include "cpu_tensors.h"
 #include "graph.h"
-#include "held_operator.h"
+#include "operator_call.h"
 
 namespace {
 
@@ -34,11 +34,7 @@ using simulated_gpu::borrowed;
 using simulated_gpu::changed;
 using simulated_gpu::cpu_storage_of;
 using simulated_gpu::for_each_tensor;
-using simulated_gpu::held_operator;
-using simulated_gpu::mark_wrapped_number;
 using simulated_gpu::needed_nbytes;
-using simulated_gpu::takes_cpu_tensors;
-using simulated_gpu::view_of;
 
 CUstream_st *stream_on(const c10::Device &device) {
     return fake::stream_of(c10::cuda::getCurrentCUDAStream(device.index()).stream());
@@ -97,11 +93,10 @@ bool makes_the_host_wait(const std::string &name) {
     return all.count(name) != 0;
 }
 
-class device_call {
+class device_call final : public simulated_gpu::operator_call {
   public:
     device_call(const c10::OperatorHandle &operator_, Stack *values)
-        : op(operator_), schema(operator_.schema()), stack(values),
-          first(values->size() - schema.arguments().size()) {
+        : operator_call(operator_, values, c10::cuda::current_device()) {
     }
 
     void run() {
@@ -116,7 +111,7 @@ class device_call {
             convert((*stack)[first + i]);
         }
         if (on->capture) {
-            hold_arguments(numbers);
+            hold_with(numbers);
         }
         {
             fake::turn mine(on);
@@ -128,15 +123,7 @@ class device_call {
                 compute();
             }
         }
-        if (on->capture) {
-            note_places(stack->size() - schema.returns().size(), stack->size(), true);
-        }
-        for (auto &[_, pair] : originals) {
-            follow(pair.first, pair.second);
-        }
-        for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
-            bring_back((*stack)[i]);
-        }
+        return_results();
         if (on->capture) {
             on->capture->hold([kept = std::move(held)] { kept->run(); });
         }
@@ -146,72 +133,21 @@ class device_call {
     }
 
   private:
-    const c10::OperatorHandle &op;
-    const c10::FunctionSchema &schema;
-    Stack *stack;
-    size_t first; /* of the arguments on the stack */
-    c10::Device device{c10::kCUDA, 0};
     CUstream_st *on = nullptr;
-    std::unordered_map<c10::TensorImpl *, std::pair<Tensor, Tensor>>
-        originals;                                                 /* by the CPU's: the device's, the CPU's */
-    std::unordered_map<c10::StorageImpl *, c10::Storage> storages; /* by the device's: the CPU's */
 
-    /* For a capture: what the graph will run, with where its results go, by the CPU's tensors. */
-    std::shared_ptr<held_operator> held;
-    std::unordered_map<c10::TensorImpl *, simulated_gpu::value_place> places;
-
-    void hold_arguments(const std::optional<at::PhiloxCudaState> &numbers) {
-        std::vector<IValue> arguments(stack->begin() + (ptrdiff_t)first, stack->end());
-        held = std::make_shared<held_operator>(op, arguments, [&](const Tensor &each) {
-            return originals.count(each.unsafeGetTensorImpl()) != 0;
-        });
+    /* For a capture: the operator that the graph runs, with the memory that the run of this call writes. */
+    void hold_with(const std::optional<at::PhiloxCudaState> &numbers) {
+        hold_arguments();
         if (numbers) {
             held->surround([kept = *numbers](const auto &run) { draw(kept, run); });
         }
-        note_places(first, stack->size(), false);
-        for (size_t i = 0; i < arguments.size(); i++) {
+        for (size_t i = 0; i < schema.arguments().size(); i++) {
             const c10::AliasInfo *alias = schema.arguments()[i].alias_info();
             if (alias && alias->isWrite()) {
-                for_each_tensor(arguments[i], [&](const Tensor &each) { on->capture->save(bytes_of(each)); });
+                for_each_tensor((*stack)[first + i],
+                                [&](const Tensor &each) { on->capture->save(bytes_of(each)); });
             }
         }
-    }
-
-    void note_places(size_t begin, size_t end, bool are_results) {
-        held_operator::for_each_place(*stack, begin, end, are_results,
-                                      [&](const Tensor &each, simulated_gpu::value_place place) {
-                                          places.insert({each.unsafeGetTensorImpl(), place});
-                                      });
-    }
-
-    void find_device() {
-        bool found = false, has_cpu_tensor = false;
-        device = c10::Device(c10::kCUDA, c10::cuda::current_device());
-        auto look = [&](const Tensor &each) {
-            if (each.is_cuda()) {
-                bool is_number = each.dim() == 0;
-                TORCH_CHECK(!found || device == each.device() || is_number,
-                            "Expected all tensors to be on the same device, but found "
-                            "",
-                            "at least two devices, ", device, " and ", each.device(), "! (", schema.name(),
-                            ")");
-                device = found ? device : each.device();
-                found = true;
-            }
-            has_cpu_tensor = has_cpu_tensor || (each.is_cpu() && each.dim() > 0);
-        };
-        for (size_t i = first; i < stack->size(); i++) {
-            const IValue &value = (*stack)[i];
-            for_each_tensor(value, look);
-            if (value.isDevice() && value.toDevice().is_cuda() && !found && value.toDevice().has_index()) {
-                device = value.toDevice();
-            }
-        }
-        TORCH_CHECK(!found || !has_cpu_tensor || takes_cpu_tensors(schema.name()),
-                    "Expected all tensors to be on the ",
-                    "same device, but found at least two devices, "
-                    "",
-                    device, " and cpu! (", schema.name(), ")");
     }
 
     at::Generator generator() const {
@@ -230,14 +166,7 @@ class device_call {
         TORCH_CHECK(!tensor.numel() || tensor.storage().nbytes() >= needed_nbytes(tensor),
                     "CUDA error: an illegal memory access was encountered (", schema.name(),
                     " uses a tensor whose storage was freed)");
-        c10::StorageImpl *storage = tensor.storage().unsafeGetStorageImpl();
-        auto found = storages.find(storage);
-        if (found == storages.end()) {
-            found = storages.insert({storage, cpu_storage_of(tensor.storage())}).first;
-        }
-        Tensor made = as_cpu(tensor, found->second);
-        originals[made.unsafeGetTensorImpl()] = {tensor, made};
-        return made;
+        return converted(tensor, [&] { return cpu_storage_of(tensor.storage()); });
     }
 
     void convert(IValue &value) {
@@ -249,57 +178,28 @@ class device_call {
         }
     }
 
-    /* An output that the operator resized is resized too. */
-    void follow(const Tensor &original, const Tensor &cpu) {
-        bool is_same_memory = original.storage().data() == cpu.storage().data();
-        if (is_same_memory && original.sizes() == cpu.sizes() && original.strides() == cpu.strides()) {
-            return;
-        }
-        original.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(),
-                                                              cpu.storage_offset());
-        if (original.numel() && needed_nbytes(original) > original.storage().nbytes()) {
-            at::native::resize_bytes_cuda(original.storage().unsafeGetStorageImpl(), needed_nbytes(original));
-        }
-        if (!is_same_memory && cpu.numel()) {
-            fill(original, cpu);
+    void make_room_for(const Tensor &resized) override {
+        if (resized.numel() && needed_nbytes(resized) > resized.storage().nbytes()) {
+            at::native::resize_bytes_cuda(resized.storage().unsafeGetStorageImpl(), needed_nbytes(resized));
         }
     }
 
-    void fill(const Tensor &original, const Tensor &cpu) {
+    Tensor new_tensor(const Tensor &like) override {
+        return at::detail::empty_strided_cuda(like.sizes(), like.strides(), like.scalar_type(), device);
+    }
+
+    void fill(const Tensor &original, const Tensor &cpu) override {
+        if (!cpu.numel()) {
+            return;
+        }
         if (on->capture) {
             on->capture->save(bytes_of(original));
-            held->fill(places.at(cpu.unsafeGetTensorImpl()), original);
+            hold_fill(original, cpu);
         }
         fake::turn mine(on);
         at::AutoDispatchBelowADInplaceOrView below;
         Tensor into = as_cpu(original);
         at::native::copy_(into, cpu, false);
-    }
-
-    /* An argument, a view of one's storage, or memory of its own. */
-    Tensor from_cpu(const Tensor &cpu) {
-        if (!cpu.defined()) {
-            return cpu;
-        }
-        auto known = originals.find(cpu.unsafeGetTensorImpl());
-        if (known != originals.end()) {
-            return known->second.first;
-        }
-        for (auto &[storage, of_cpu] : storages) {
-            if (of_cpu.unsafeGetStorageImpl() == cpu.storage().unsafeGetStorageImpl()) {
-                return view_of(storage, cpu);
-            }
-        }
-        Tensor made = at::detail::empty_strided_cuda(cpu.sizes(), cpu.strides(), cpu.scalar_type(), device);
-        if (cpu.numel()) {
-            fill(made, cpu);
-        }
-        mark_wrapped_number(made, cpu);
-        return made;
-    }
-
-    void bring_back(IValue &value) {
-        value = changed(value, [&](const Tensor &cpu) { return from_cpu(cpu); });
     }
 };
 
@@ -392,7 +292,6 @@ struct silent : c10::WarningHandler {
 [[maybe_unused]] const bool installed = [] {
     silent quiet; /* that kernels are replaced is meant */
     c10::WarningUtils::WarningHandlerGuard guard(&quiet);
-    int count = 0;
     for (const c10::OperatorName &name :
          c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::CUDA)) {
         auto op = c10::Dispatcher::singleton().findOp(name);
@@ -401,15 +300,11 @@ struct silent : c10::WarningHandler {
         }
         std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
         library().impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&by_cpu>());
-        count++;
     }
     library().impl("copy_", TORCH_FN(copy_));
     library().impl("_fused_sdp_choice", TORCH_FN(choose_math));
     for (const char *each : {"div.out", "div.Tensor", "div_.Tensor"}) {
         library().impl(each, torch::CppFunction::makeFromBoxedFunction<&divide>());
-    }
-    if (getenv("FAKE_CUDA_LOUD")) {
-        fprintf(stderr, "fake_cuda: %d operators by the CPU\n", count);
     }
     return true;
 }();

@@ -57,62 +57,47 @@ RT cudaPeekAtLastError() {
     return last_error;
 }
 
+static const struct {
+    cudaError_t error;
+    const char *name, *text;
+} known_errors[] = {
+    {cudaSuccess, "cudaSuccess", "no error"},
+    {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
+    {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
+    {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported (by the fake GPU)"},
+    {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
+    {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
+    {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
+    {cudaErrorAssert, "cudaErrorAssert", "device-side assert triggered"},
+    {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported",
+     "operation not permitted when stream is capturing"},
+    {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated",
+     "operation failed due to a previous error during capture"},
+    {cudaErrorStreamCaptureUnjoined, "cudaErrorStreamCaptureUnjoined", "capturing stream has unjoined work"},
+    {cudaErrorStreamCaptureIsolation, "cudaErrorStreamCaptureIsolation",
+     "dependency created on uncaptured work in another stream"},
+    {cudaErrorCapturedEvent, "cudaErrorCapturedEvent",
+     "operation not permitted on an event last recorded in a capturing stream"},
+};
+
 EXPORT const char *CUDARTAPI cudaGetErrorName(cudaError_t error) {
-    static thread_local char text[32];
-    switch (error) {
-    case cudaSuccess:
-        return "cudaSuccess";
-    case cudaErrorMemoryAllocation:
-        return "cudaErrorMemoryAllocation";
-    case cudaErrorNotReady:
-        return "cudaErrorNotReady";
-    case cudaErrorNotSupported:
-        return "cudaErrorNotSupported";
-    case cudaErrorInvalidDevice:
-        return "cudaErrorInvalidDevice";
-    case cudaErrorInvalidValue:
-        return "cudaErrorInvalidValue";
-    case cudaErrorInvalidResourceHandle:
-        return "cudaErrorInvalidResourceHandle";
-    default:
-        snprintf(text, sizeof text, "cudaError%d", (int)error);
-        return text;
+    for (const auto &each : known_errors) {
+        if (each.error == error) {
+            return each.name;
+        }
     }
+    return "another cudaError of the fake GPU";
 }
 
 EXPORT const char *CUDARTAPI cudaGetErrorString(cudaError_t error) {
-    static thread_local char text[64];
-    switch (error) {
-    case cudaSuccess:
-        return "no error";
-    case cudaErrorMemoryAllocation:
-        return "out of memory";
-    case cudaErrorNotReady:
-        return "device not ready";
-    case cudaErrorNotSupported:
-        return "operation not supported (by the fake GPU)";
-    case cudaErrorInvalidDevice:
-        return "invalid device ordinal";
-    case cudaErrorInvalidValue:
-        return "invalid argument";
-    case cudaErrorInvalidResourceHandle:
-        return "invalid resource handle";
-    case cudaErrorAssert:
-        return "device-side assert triggered";
-    case cudaErrorStreamCaptureUnsupported:
-        return "operation not permitted when stream is capturing";
-    case cudaErrorStreamCaptureInvalidated:
-        return "operation failed due to a previous error during capture";
-    case cudaErrorStreamCaptureUnjoined:
-        return "capturing stream has unjoined work";
-    case cudaErrorStreamCaptureIsolation:
-        return "dependency created on uncaptured work in another stream";
-    case cudaErrorCapturedEvent:
-        return "operation not permitted on an event last recorded in a capturing stream";
-    default:
-        snprintf(text, sizeof text, "error %d of the fake GPU", (int)error);
-        return text;
+    for (const auto &each : known_errors) {
+        if (each.error == error) {
+            return each.text;
+        }
     }
+    static thread_local char text[64];
+    snprintf(text, sizeof text, "error %d of the fake GPU", (int)error);
+    return text;
 }
 
 /* ---- devices ---- */
@@ -223,9 +208,6 @@ RT cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned,
     *function = fake_cuda_driver_function(name);
     if (found) {
         *found = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
-    }
-    if (!*function && setting("FAKE_CUDA_LOUD", 0)) {
-        fprintf(stderr, "fake_cuda: %s was asked for, and is not there\n", name);
     }
     return cudaSuccess;
 }
@@ -832,33 +814,3 @@ RT cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const voi
     *blocks = 8;
     return cudaSuccess;
 }
-
-/* ---- what is not there ---- */
-
-#define ABSENT(name, ...)                                                                                    \
-    RT name(__VA_ARGS__) {                                                                                   \
-        if (setting("FAKE_CUDA_LOUD", 0)) {                                                                  \
-            fprintf(stderr, "fake_cuda: %s is not there\n", #name);                                          \
-        }                                                                                                    \
-        return said(cudaErrorNotSupported);                                                                  \
-    }
-
-ABSENT(cudaIpcGetMemHandle, cudaIpcMemHandle_t *, void *)
-ABSENT(cudaIpcOpenMemHandle, void **, cudaIpcMemHandle_t, unsigned)
-ABSENT(cudaIpcCloseMemHandle, void *)
-ABSENT(cudaIpcGetEventHandle, cudaIpcEventHandle_t *, cudaEvent_t)
-ABSENT(cudaIpcOpenEventHandle, cudaEvent_t *, cudaIpcEventHandle_t)
-ABSENT(cudaStreamBeginCaptureToGraph, cudaStream_t, cudaGraph_t, const cudaGraphNode_t *,
-       const cudaGraphEdgeData *, size_t, enum cudaStreamCaptureMode)
-ABSENT(cudaStreamUpdateCaptureDependencies, cudaStream_t, cudaGraphNode_t *, const cudaGraphEdgeData *,
-       size_t, unsigned)
-ABSENT(cudaGraphAddNode, cudaGraphNode_t *, cudaGraph_t, const cudaGraphNode_t *, const cudaGraphEdgeData *,
-       size_t, struct cudaGraphNodeParams *)
-ABSENT(cudaGraphConditionalHandleCreate, cudaGraphConditionalHandle *, cudaGraph_t, unsigned, unsigned)
-ABSENT(cudaGraphDebugDotPrint, cudaGraph_t, const char *, unsigned)
-ABSENT(cudaGraphNodeGetDependencies, cudaGraphNode_t, cudaGraphNode_t *, cudaGraphEdgeData *, size_t *)
-ABSENT(cudaKernelSetAttributeForDevice, cudaKernel_t, enum cudaFuncAttribute, int, int)
-ABSENT(cudaLibraryGetKernel, cudaKernel_t *, cudaLibrary_t, const char *)
-ABSENT(cudaLibraryLoadData, cudaLibrary_t *, const void *, enum cudaJitOption *, void **, unsigned,
-       enum cudaLibraryOption *, void **, unsigned)
-ABSENT(cudaLibraryUnload, cudaLibrary_t)

@@ -1,0 +1,16 @@
+#include "absent.h"
+
+ABSENT(ncclCommInitAll, INVALID_USAGE)
+ABSENT(ncclCommShrink, INVALID_USAGE)
+ABSENT(ncclCommSuspend, INVALID_USAGE)
+ABSENT(ncclCommResume, INVALID_USAGE)
+ABSENT(ncclCommWindowRegister, INVALID_USAGE)
+ABSENT(ncclCommWindowDeregister, INVALID_USAGE)
+ABSENT(ncclSignal, INVALID_USAGE)
+ABSENT(ncclPutSignal, INVALID_USAGE)
+ABSENT(ncclCommMemStats, INVALID_USAGE)
+ABSENT(ncclWaitSignal, INVALID_USAGE)
+ABSENT(ncclDevCommCreate, INVALID_USAGE)
+ABSENT(ncclDevCommDestroy, INVALID_USAGE)
+ABSENT(ncclGetLsaMultimemDevicePointer, INVALID_USAGE)
+ABSENT(ncclGetPeerDevicePointer, INVALID_USAGE)

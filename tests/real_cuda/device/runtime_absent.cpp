@@ -1,0 +1,17 @@
+#include "absent.h"
+
+ABSENT(cudaIpcGetMemHandle, NOT_SUPPORTED)
+ABSENT(cudaIpcOpenMemHandle, NOT_SUPPORTED)
+ABSENT(cudaIpcCloseMemHandle, NOT_SUPPORTED)
+ABSENT(cudaIpcGetEventHandle, NOT_SUPPORTED)
+ABSENT(cudaIpcOpenEventHandle, NOT_SUPPORTED)
+ABSENT(cudaStreamBeginCaptureToGraph, NOT_SUPPORTED)
+ABSENT(cudaStreamUpdateCaptureDependencies, NOT_SUPPORTED)
+ABSENT(cudaGraphAddNode, NOT_SUPPORTED)
+ABSENT(cudaGraphConditionalHandleCreate, NOT_SUPPORTED)
+ABSENT(cudaGraphDebugDotPrint, NOT_SUPPORTED)
+ABSENT(cudaGraphNodeGetDependencies, NOT_SUPPORTED)
+ABSENT(cudaKernelSetAttributeForDevice, NOT_SUPPORTED)
+ABSENT(cudaLibraryGetKernel, NOT_SUPPORTED)
+ABSENT(cudaLibraryLoadData, NOT_SUPPORTED)
+ABSENT(cudaLibraryUnload, NOT_SUPPORTED)
