@@ -15,7 +15,7 @@ bool is_timed() {
     return set;
 }
 
-/* ---- what things cost ---- */
+/* ---- costs ---- */
 
 machine_costs &costs() {
     static machine_costs now;
@@ -75,7 +75,7 @@ double multiprocessors_of(enum wire which) {
     return wire(which).multiprocessors;
 }
 
-/* Below the least size its time, above the greatest its bandwidth. */
+/* Below the smallest size use its time, above the largest its bandwidth. */
 double us_on_wire(enum wire which, int64_t ranks, double nbytes) {
     holding lock(device_lock);
     std::map<int64_t, points> &by_ranks = wire(which).by_ranks;
@@ -95,7 +95,7 @@ double us_on_wire(enum wire which, int64_t ranks, double nbytes) {
     return below->second + share * (above->second - below->second);
 }
 
-/* ---- the run: never unmade, as threads of the process may outlive its static objects ---- */
+/* ---- the run: never destroyed, because threads of the process may outlive its static objects ---- */
 
 static double host;
 static std::vector<span> &spans = *new std::vector<span>;
@@ -185,7 +185,7 @@ void time_wait(stream *which, const event *until) {
     }
 }
 
-/* One that is over at once is kept as well: beside others, what it is for may take longer. */
+/* Keep waits of zero length, too: a replay with contention may lengthen the awaited work. */
 void time_host_wait(const event_time &until, const char *what) {
     if (is_timed()) {
         double over = std::max(host, until.over);

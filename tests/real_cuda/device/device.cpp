@@ -44,7 +44,7 @@ bool is_late() {
 
 /* ---- contexts ---- */
 
-/* Of this thread; never freed, as destructors at the process's end ask too. */
+/* This thread's stack of contexts. Never freed, because destructors at process exit use it, too. */
 static std::vector<CUctx_st *> &contexts() {
     static thread_local auto *mine = new std::vector<CUctx_st *>;
     return *mine;
@@ -109,7 +109,7 @@ CUctx_st *pop() {
 
 /* ---- order ---- */
 
-static moment &host = *new moment; /* what the host has waited for */
+static moment &host = *new moment; /* work that the host has waited for */
 static std::vector<CUstream_st *> &streams = *new std::vector<CUstream_st *>;
 
 static uint64_t known(const moment &to, size_t stream) {
@@ -134,7 +134,7 @@ static bool covers(const moment &who, const moment &what) {
     return true;
 }
 
-/* What is done, of each stream. Never unmade, as threads may outlive static objects. */
+/* Number of finished launches by stream. Never destroyed, because threads may outlive static objects. */
 static moment &done = *new moment;
 static std::mutex &done_lock = *new std::mutex;
 static std::condition_variable &done_more = *new std::condition_variable;
@@ -163,7 +163,7 @@ static void finish(const CUstream_st *on, uint64_t number) {
 CUstream_st *new_stream(CUctx_st *context, unsigned flags, int priority) {
     holding held(lock);
     streams.push_back(new CUstream_st{context, streams.size(), priority, flags, {}, nullptr});
-    return streams.back(); /* is never freed: clocks count by its index */
+    return streams.back(); /* never freed: clocks use its index */
 }
 
 CUstream_st *stream_of(CUstream handle) {
@@ -175,7 +175,7 @@ moment now_of(const CUstream_st *on) {
     return on->now;
 }
 
-/* One more launch on the stream; what comes before it. */
+/* Count a launch on the stream and return the work before it. */
 static moment begin(CUstream_st *on, uint64_t *number) {
     holding held(lock);
     moment before = on->now;
@@ -214,7 +214,7 @@ void run(CUstream_st *on, const work &body, const std::vector<bytes> &writes) {
     body();
 }
 
-/* Of a stream, what its thread has to do. */
+/* Queue of a stream's thread. */
 struct aside {
     struct item {
         moment before;
@@ -257,7 +257,7 @@ void run_aside(CUstream_st *on, work body) {
         return;
     }
     aside *of = aside_of(on);
-    holding both(lock); /* so that items lie there in the order of their numbers */
+    holding both(lock); /* keeps the items in the order of their numbers */
     std::lock_guard<std::mutex> held(of->lock);
     uint64_t number;
     moment before = begin(on, &number);
@@ -299,7 +299,8 @@ void host_waits_for_all(int device) {
 
 /* ---- memory ---- */
 
-static long num_taken, refused = -1; /* of a device's memory since fake_cuda_refuse; which one is refused */
+/* allocations of device memory since fake_cuda_refuse(), and the number of the failing one */
+static long num_taken, refused = -1;
 static std::map<uintptr_t, block> &blocks = *new std::map<uintptr_t, block>;
 static const size_t HUGE = 2 << 20;
 
@@ -389,8 +390,8 @@ void add_used(int device, ptrdiff_t nbytes) {
 
 } // namespace fake
 
-/* After so many allocations of a device's memory from now on, one finds none; -1: none does. How many there
- * were since the last call. */
+/* Fail one allocation of device memory after `after` more (-1: none). Return their number since the last
+ * call. */
 EXPORT long fake_cuda_refuse(long after) {
     fake::holding held(fake::lock);
     long count = fake::num_taken;

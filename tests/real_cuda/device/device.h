@@ -1,16 +1,15 @@
-/* The fake device: host memory that is called a GPU's, its streams, and its events.
+/* The fake device: host memory in the place of a GPU's, its streams and its events.
  *
- *   most work      is done by the thread that launches it, once all that its stream comes after is over
- *   collectives    are done by a thread of their stream, as they wait for other ranks: run_aside
- *   while a stream captures, its work belongs to a graph: graph.h
+ *   most work      runs on the launching thread, once all work that its stream waits for is finished
+ *   collectives    run on a thread of their stream, because they wait for other ranks: run_aside()
+ *   captured work  belongs to a graph: graph.h
  *
- * Invariant: a stream does its work in the order of its launches. Each stream has a clock: of each stream,
- * how many of its launches it comes after. An event is the clock of its stream when it was recorded, and over
- * once all that is done.
+ * Invariant: a stream runs its work in the order of its launches. Each stream has a clock: for each stream,
+ * the number of its launches that come before. An event is its stream's clock at the record, and is complete
+ * once these launches are finished.
  *
- * With FAKE_CUDA_LATE=1 the host learns that an event is over only once it has waited for it, or for
- * something that comes after it. So the two extremes of a real GPU's pace can be had: for the allocator and
- * for whoever polls. */
+ * FAKE_CUDA_LATE=1: an event is reported complete only after the host has waited for it or for later work.
+ * Allocator and polling code thus see both extremes of a GPU's speed. */
 #pragma once
 
 #include <cuda.h>
@@ -27,10 +26,10 @@
 #pragma GCC visibility push(default)
 namespace fake {
 
-using moment = std::vector<uint64_t>; /* of each stream, how many of its launches */
+using moment = std::vector<uint64_t>; /* number of launches by stream */
 using work = std::function<void()>;
 
-struct bytes { /* that work writes */
+struct bytes { /* a range of memory that work writes */
     void *at;
     size_t nbytes;
 };
@@ -62,7 +61,7 @@ CUctx_st *pop();
 CUstream_st *new_stream(CUctx_st *context, unsigned flags, int priority);
 CUstream_st *stream_of(CUstream handle); /* the default stream for NULL, 1 and 2 */
 
-/* Work of this thread on a stream, while it lives: its constructor waits for what comes before. */
+/* A launch that runs on this thread while the object lives. The constructor waits for earlier work. */
 class turn {
   public:
     explicit turn(CUstream_st *on);
@@ -75,21 +74,22 @@ class turn {
     uint64_t number;
 };
 
-/* By this thread, now. What a capture holds runs once for whoever computes with its values, if it is known
- * what it writes, and is undone at the capture's end; otherwise only as the graph is launched. */
+/* Run the body on this thread now. During a capture, work with known `writes` runs once, so that later
+ * operators have its values, and is undone at the capture's end; other captured work runs only when the graph
+ * is launched. */
 void run(CUstream_st *on, const work &body);
 void run(CUstream_st *on, const work &body, const std::vector<bytes> &writes);
-void run_aside(CUstream_st *on, work body); /* by a thread of the stream */
+void run_aside(CUstream_st *on, work body); /* run on the stream's thread */
 void stream_waits(CUstream_st *on, const moment &until);
 void host_waits(const moment &until);
 bool host_knows(const moment &what);
 void host_waits_for_all(int device);
 moment now_of(const CUstream_st *on);
 
-void *take(size_t nbytes, enum kind kind, int device); /* null: none is left */
+void *take(size_t nbytes, enum kind kind, int device); /* null: out of memory */
 bool give_back(void *data);
-bool find(const void *data, block *found, void **begin); /* the block that holds it */
-void note(void *data, const block &known);               /* memory that others have made */
+bool find(const void *data, block *found, void **begin); /* find the block that contains `data` */
+void note(void *data, const block &known);               /* register memory allocated elsewhere */
 void forget(void *data);
 size_t used_nbytes(int device);
 void add_used(int device, ptrdiff_t nbytes);
@@ -110,7 +110,7 @@ struct CUstream_st {
     int priority;
     unsigned flags;
     fake::moment now;
-    struct CUgraph_st *capture; /* that it is part of, or null */
+    struct CUgraph_st *capture; /* running capture that includes the stream, or null */
 };
 
 struct CUevent_st {
@@ -119,7 +119,7 @@ struct CUevent_st {
     bool is_recorded;
     fake::moment at;
     double ms;
-    unsigned long long capture; /* in which it was recorded, or 0 */
+    unsigned long long capture; /* id of the capture that contains the record, or 0 */
 };
 
 __attribute__((visibility("default"))) double fake_ms();

@@ -1,4 +1,4 @@
-/* libcuda.so.1: the functions of the driver that c10, ATen and fsdp_c ask for by name. */
+/* libcuda.so.1: the driver functions that c10, ATen and fsdp_c look up by name. */
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -13,7 +13,7 @@
 
 using namespace fake;
 
-/* ---- life ---- */
+/* ---- initialisation and devices ---- */
 
 EXPORT CUresult CUDAAPI cuInit(unsigned) {
     return CUDA_SUCCESS;
@@ -194,7 +194,7 @@ EXPORT CUresult CUDAAPI cuStreamIsCapturing(CUstream stream, CUstreamCaptureStat
     return CUDA_SUCCESS;
 }
 
-/* The host may not wait for what has not run. */
+/* Return the error of a wait of the host for work in a capture, which has not run. */
 static CUresult refused(CUgraph_st *capture, CUresult error) {
     if (!capture) {
         return refused_while_capturing();
@@ -220,8 +220,8 @@ EXPORT CUresult CUDAAPI cuStreamQuery(CUstream stream) {
     return host_knows(now_of(which)) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
-/* An event of a capture makes the stream part of it; one of another, or of none, is an error for a stream
- * that captures. */
+/* A wait for an event of a capture makes the stream join it. A capturing stream may not wait for an event
+ * outside its capture. */
 EXPORT CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
     if (!current()) {
         return CUDA_ERROR_INVALID_CONTEXT;
@@ -252,7 +252,7 @@ EXPORT CUresult CUDAAPI cuEventDestroy_v2(CUevent event) {
     return CUDA_SUCCESS;
 }
 
-/* A stream and an event of two contexts are an error, as on a GPU. */
+/* Fails for a stream and an event of different contexts, like the driver. */
 EXPORT CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream) {
     if (!current()) {
         return CUDA_ERROR_INVALID_CONTEXT;
@@ -296,7 +296,7 @@ EXPORT CUresult CUDAAPI cuEventElapsedTime_v2(float *ms, CUevent start, CUevent 
     return CUDA_SUCCESS;
 }
 
-/* ---- memory by pages: expandable segments. A handle is a file of memory. ---- */
+/* ---- virtual memory management, for expandable segments: a handle is a memory file ---- */
 
 struct pages {
     int file, device, references;
@@ -317,7 +317,7 @@ EXPORT CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr *made, size_t nbytes, si
     if (begin == MAP_FAILED) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
-    *made = ((CUdeviceptr)begin + huge - 1) / huge * huge; /* the rest is left where it is */
+    *made = ((CUdeviceptr)begin + huge - 1) / huge * huge; /* the unaligned rest stays mapped */
     return CUDA_SUCCESS;
 }
 

@@ -5,7 +5,7 @@
 
 using namespace fake;
 
-static std::set<CUgraph_st *> &captures = *new std::set<CUgraph_st *>; /* that go on */
+static std::set<CUgraph_st *> &captures = *new std::set<CUgraph_st *>; /* running captures */
 static thread_local CUstreamCaptureMode mode_of_thread = CU_STREAM_CAPTURE_MODE_GLOBAL;
 static thread_local std::set<CUgraph_st *> begun_here;
 
@@ -76,7 +76,8 @@ CUstreamCaptureMode exchange_mode(CUstreamCaptureMode mode) {
     return before;
 }
 
-/* A capture minds calls of all threads, of its own one, or none, and a thread says in turn whom it minds. */
+/* By its mode, a capture forbids calls of all threads, of its own thread, or of none. A thread's mode can
+ * exempt its calls. */
 CUresult refused_while_capturing() {
     if (mode_of_thread == CU_STREAM_CAPTURE_MODE_RELAXED) {
         return CUDA_SUCCESS;

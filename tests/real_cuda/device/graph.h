@@ -1,11 +1,10 @@
-/* CUDA graphs: what is launched on a capturing stream is held, and runs each time that the graph is launched.
+/* CUDA graphs: work launched on a capturing stream is held, and runs at each launch of the graph.
  *
- * A stream joins a capture by waiting for an event of one that is in it, and must be waited for by the first
- * one before the end.
+ * A stream joins a capture by waiting for an event of a stream that is in it, and the first stream must wait
+ * for it before the end.
  *
- * Invariant: what was captured has not run once the capture is over. Meanwhile it may have, as those who
- * compute on the host's memory need sizes and indices that come out of it; what is known to be written is put
- * back at the end. */
+ * Invariant: after the capture, none of its work has run. During the capture it may have, because operators
+ * need sizes and indices that it computes; the written memory is restored at the end. */
 #pragma once
 
 #include "device.h"
@@ -13,7 +12,7 @@
 #pragma GCC visibility push(default)
 struct __attribute__((visibility("default"))) CUgraph_st {
     void begin(CUstream_st *on, CUstreamCaptureMode mode);
-    CUresult end(); /* CUDA_SUCCESS, or how the capture was invalidated */
+    CUresult end(); /* CUDA_SUCCESS, or the error that invalidated the capture */
     void join(CUstream_st *which);
 
     void hold(fake::work body);
@@ -23,12 +22,12 @@ struct __attribute__((visibility("default"))) CUgraph_st {
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
     CUresult error = CUDA_SUCCESS;
     std::vector<fake::work> works;
-    CUstream_st *first = nullptr; /* while it captures */
+    CUstream_st *first = nullptr; /* stream that began the capture; null outside it */
 
   private:
     struct member {
         CUstream_st *which;
-        uint64_t joined_at; /* of its own launches */
+        uint64_t joined_at; /* number of the stream's launches when it joined */
     };
     struct saved {
         void *at;
@@ -44,10 +43,10 @@ struct CUgraphExec_st {
 
 namespace fake {
 
-CUgraph_st *capture_of(unsigned long long id); /* that goes on, or null */
+CUgraph_st *capture_of(unsigned long long id); /* a running capture, or null */
 
-CUstreamCaptureMode exchange_mode(CUstreamCaptureMode mode); /* of this thread */
-/* What a call that may not be made inside a capture answers: CUDA_SUCCESS where there is none that minds. */
+CUstreamCaptureMode exchange_mode(CUstreamCaptureMode mode); /* this thread's mode */
+/* Return the error of a call that is illegal during capture, or CUDA_SUCCESS if no capture forbids it. */
 CUresult refused_while_capturing();
 
 } // namespace fake

@@ -1,5 +1,5 @@
-/* Kernels of .cu files, compiled for the CPU by tests/native/cuda_emulation.h, under the names that nvcc's
- * host code launches. */
+/* Kernels of .cu files, compiled for the CPU with tests/native/cuda_emulation.h and registered under the
+ * mangled names that nvcc's host code launches. */
 #pragma once
 #include <mutex>
 #include <type_traits>
@@ -10,7 +10,7 @@
 #include "launch.h"
 
 static std::mutex &emulation_lock() {
-    static auto *made = new std::mutex; /* what is __shared__ is static: one block at a time, of one file */
+    static auto *made = new std::mutex; /* __shared__ variables are static: one block runs at a time */
     return *made;
 }
 
@@ -38,7 +38,7 @@ template <class... A, void (*kernel)(A...), bool barriers> struct emulated_launc
     }
 };
 
-/* At the library's start. */
+/* Register the kernel when the library is loaded. */
 #define EMULATED(name, barriers, ...) EMULATED_AT(__COUNTER__, name, barriers, __VA_ARGS__)
 #define EMULATED_AT(count, ...)       EMULATED_AS(count, __VA_ARGS__)
 #define EMULATED_AS(count, name, barriers, ...)                                                              \

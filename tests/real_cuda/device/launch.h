@@ -1,4 +1,4 @@
-/* A launch of one of fsdp_c's kernels, between the runtime and the emulation. */
+/* A launch of a kernel of fsdp_c, passed from the runtime to the emulation. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -6,10 +6,10 @@
 struct fake_cuda_launch {
     const char *name; /* mangled */
     unsigned grid[3], block[3];
-    size_t shared; /* bytes, beside the kernel's own */
+    size_t shared; /* bytes of dynamic shared memory */
     void *stream;
     void **arguments;
-    const size_t *nbytes; /* of each argument, as the emulation has it */
+    const size_t *nbytes; /* size of each argument in the emulation */
     size_t count;
     int device;
 };

@@ -1,12 +1,10 @@
-/* libnccl.so.2 between processes of one machine: each communicator is a piece of shared memory with a slot
- * per rank.
+/* libnccl.so.2 between processes of one machine: each communicator is shared memory with a slot per rank.
  *
- * A collective is done by a thread of the stream that it is launched on, which waits for the other ranks
- * there; those of one communicator in the order of their launches. Ranks that call different collectives are
- * told so on stderr, and get an error. Reductions add the ranks' parts in the order of the ranks.
+ * A collective runs on a thread of its stream, which waits there for the other ranks. Collectives of one
+ * communicator run in the order of their launches. Ranks that call different collectives print this to stderr
+ * and return an error. Reductions add the ranks' parts in rank order.
  *
- * fake_nccl_disturb has a call of this process go wrong: as of a rank that is slow, that has lost a link, or
- * that hangs. */
+ * fake_nccl_disturb() makes a call of this process slow, fail (as with a lost link) or hang. */
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -46,19 +44,19 @@ struct call {
     }
 };
 
-struct letter { /* from one rank to another */
+struct letter { /* bytes from one rank to another */
     std::atomic<uint32_t> is_full;
     uint32_t nbytes;
     uint64_t total;
     char bytes[LETTER];
 };
 
-struct meeting { /* of all ranks */
+struct meeting { /* barrier of all ranks */
     std::atomic<uint32_t> arrived, round;
 };
 
 struct shared {
-    meeting of_streams, of_hosts; /* which make and split communicators */
+    meeting of_streams, of_hosts; /* of collectives; of creating and splitting communicators */
     std::atomic<uint32_t> is_aborted;
     call calls[MOST_RANKS];
     int splits[MOST_RANKS][2]; /* color and key */
@@ -77,7 +75,7 @@ struct ncclComm {
     std::atomic<int> error{ncclSuccess};
     int num_splits = 0;
     std::vector<std::pair<int, double>> ops; /* type and factor of each ncclRedOpCreatePreMulSum */
-    fake::moment last_call;                  /* of its stream, once that is over */
+    fake::moment last_call;                  /* stream clock after the last call */
 };
 
 namespace {
@@ -154,14 +152,14 @@ size_t size_of(ncclDataType_t type) {
 
 struct reduction {
     ncclRedOp_t op;
-    double factor; /* of each part: ncclAvg, and what was made by ncclRedOpCreatePreMulSum */
+    double factor; /* multiplies each part, for ncclAvg and operators of ncclRedOpCreatePreMulSum */
     int num_ranks;
 };
 
 template <typename T>
 using wide = std::conditional_t<std::is_same_v<T, half_float> || std::is_same_v<T, bfloat16>, float, T>;
 
-/* parts[r][i] over all r, each result rounded as it is stored, as NCCL does from rank to rank. */
+/* Reduce parts[r][i] over r. Each partial result is rounded to the dtype, like NCCL's from rank to rank. */
 template <typename T>
 void reduce_as(void *out, const std::vector<const char *> &parts, size_t count, const reduction &how) {
     constexpr bool is_float = !std::is_integral_v<T>;
@@ -234,13 +232,13 @@ reduction reduction_of(const ncclComm *comm, ncclRedOp_t op, ncclDataType_t type
     return {op, op == ncclAvg && is_float ? 1.0 / comm->num_ranks : 1.0, comm->num_ranks};
 }
 
-/* ---- what waits for the end of a group ---- */
+/* ---- calls held until the end of a group ---- */
 
 struct task {
     ncclComm *comm;
     CUstream_st *stream;
-    std::function<ncclResult_t()> run; /* a collective */
-    bool sends, receives;              /* or one of two ranks */
+    std::function<ncclResult_t()> run; /* body of a collective */
+    bool sends, receives;              /* kind of a call between two ranks */
     char *data;
     size_t nbytes, done;
     int peer;
@@ -249,12 +247,12 @@ struct task {
 thread_local int depth;
 thread_local auto &tasks = *new std::vector<task>;
 
-/* Letters of all that are pending, as far as they go. */
+/* Exchange the bytes of all pending sends and receives. */
 ncclResult_t exchange(std::vector<task> &pending) {
     auto is_done = [](const task &each) { return each.done == each.nbytes && each.nbytes; };
     for (int idle = 0;;) {
         bool moved = false, left = false;
-        std::vector<std::pair<letter *, bool>> seen; /* an earlier one of the same pair goes first */
+        std::vector<std::pair<letter *, bool>> seen; /* pairs with an earlier unfinished task */
         for (task &each : pending) {
             if (is_done(each)) {
                 continue;
@@ -301,13 +299,13 @@ ncclResult_t exchange(std::vector<task> &pending) {
     }
 }
 
-/* ---- calls that go wrong ---- */
+/* ---- planted failures ---- */
 
 enum disturbance { NONE, SLOW, FAILS, HANGS };
 struct {
     enum disturbance what = NONE;
     int calls_until = 0, ms = 0;
-} disturbance; /* under fake::lock */
+} disturbance; /* guarded by fake::lock */
 
 enum disturbance disturbance_now(int *ms) {
     fake::holding held(fake::lock);
@@ -320,8 +318,8 @@ enum disturbance disturbance_now(int *ms) {
     return now;
 }
 
-/* Whether the call may go on. One that fails or hangs does so until its communicator is aborted, as a kernel
- * of NCCL's. */
+/* Return true if the call may proceed. A failing or hanging call blocks until its communicator is aborted,
+ * like a kernel of NCCL. */
 bool is_undisturbed(ncclComm *comm) {
     int ms = 0;
     enum disturbance now = disturbance_now(&ms);
@@ -338,7 +336,7 @@ bool is_undisturbed(ncclComm *comm) {
     return !is_over(comm);
 }
 
-/* On the stream's thread. */
+/* Run the stream's tasks, on the stream's thread. */
 void run_in_turn(std::vector<task> &of_stream) {
     std::vector<task> pairs;
     ncclResult_t result = ncclSuccess;
@@ -363,8 +361,8 @@ void run_in_turn(std::vector<task> &of_stream) {
     }
 }
 
-/* What a group holds is one launch on each of its streams. A communicator's calls come one after the
- * other. */
+/* Launch the held calls of a group, as one launch per stream. Calls of one communicator run one after
+ * another. */
 ncclResult_t run_all() {
     std::vector<task> now;
     now.swap(tasks);
@@ -409,8 +407,8 @@ std::string text_of(const call &said) {
            std::to_string(said.root) + ")";
 }
 
-/* Rounds of at most `most` elements: each rank puts something into its slot, all meet, each reads the slots,
- * all meet. */
+/* Run a collective in rounds of at most `most` elements: each rank writes its slot, barrier, each rank reads
+ * the slots, barrier. */
 ncclResult_t rounds(ncclComm *comm, const call &mine, size_t count, size_t most,
                     const std::function<void(size_t at, size_t n)> &put,
                     const std::function<ncclResult_t(size_t at, size_t n)> &get) {
@@ -443,7 +441,7 @@ ncclResult_t rounds(ncclComm *comm, const call &mine, size_t count, size_t most,
     return ncclSuccess;
 }
 
-/* One kind of collective that moves parts between ranks: count elements per part. */
+/* Enqueue a collective with `count` elements per part. */
 ncclResult_t collective(enum kind kind, const void *from, void *to, size_t count, ncclDataType_t type,
                         ncclRedOp_t op, int root, ncclComm *comm, cudaStream_t stream) {
     if (!comm) {
@@ -551,7 +549,7 @@ ncclResult_t attach(ncclComm **made, int num_ranks, const std::string &name, int
     comm->slots = begin + head;
     comm->letters = (letter *)(begin + head + (size_t)num_ranks * SLOT);
     comm->nbytes = nbytes;
-    *made = comm; /* so that it can be aborted */
+    *made = comm; /* set first, so that the caller can abort it */
     if (!meet(comm, &comm->shared->of_hosts)) {
         return ncclRemoteError;
     }
@@ -615,7 +613,7 @@ NCCL ncclCommFinalize(ncclComm_t) {
 }
 
 NCCL ncclCommDestroy(ncclComm_t) {
-    return ncclSuccess; /* others may still read the memory: it goes with the process */
+    return ncclSuccess; /* other ranks may still read the memory: the process's exit frees it */
 }
 
 NCCL ncclCommAbort(ncclComm_t comm) {

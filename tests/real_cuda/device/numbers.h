@@ -1,4 +1,4 @@
-/* Numbers of 16 bits, by way of float. */
+/* 16-bit floating-point types with conversions from and to float. */
 #pragma once
 
 #include <cstdint>

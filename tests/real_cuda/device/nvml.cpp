@@ -1,4 +1,4 @@
-/* libnvidia-ml.so.1: what c10 asks for. There are devices, and neither NVLink, nor a fabric, nor other
+/* libnvidia-ml.so.1: the functions that c10 calls. The machine has devices, without NVLink, fabric or other
  * processes. */
 #include <cstdio>
 #include <cstdlib>
@@ -25,7 +25,7 @@ NVML nvmlDeviceGetCount_v2(unsigned *count) {
     return SUCCESS;
 }
 
-/* A device is known by its bus, which is its number counted from 1. */
+/* A device's PCI bus is its index plus 1. */
 NVML nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) {
     unsigned bus = 1;
     sscanf(id, "%*x:%x", &bus);
@@ -66,7 +66,7 @@ NVML nvmlSystemGetDriverVersion(char *text, unsigned size) {
     return SUCCESS;
 }
 
-/* After the version: uuid, status, clique and state, of which 0 is "not supported". */
+/* The version is followed by uuid, status, clique and state; state 0 means "not supported". */
 NVML nvmlDeviceGetGpuFabricInfoV(void *, void *info) {
     memset((char *)info + 4, 0, 16 + 4 + 4 + 1);
     return SUCCESS;

@@ -1,8 +1,8 @@
-/* The operators of key CUDA by those of the CPU, in a torch that was built for CUDA.
+/* CPU kernels for the dispatch key CUDA, in a torch built for CUDA.
  *
- * Memory, views, streams and copies of bytes stay torch's own. Of each other operator that has a kernel under
- * the key CUDA that kernel is replaced: its tensors become tensors of the CPU on the same memory, the CPU's
- * kernel runs, and its results are copied into tensors that torch's CUDA allocator makes. */
+ * Allocation, views, streams and copies of bytes stay torch's own. Every other kernel under the key CUDA is
+ * replaced: its tensors become CPU tensors on the same memory, the CPU kernel runs, and its results are
+ * copied into tensors of torch's CUDA allocator. */
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -46,7 +46,7 @@ fake::bytes bytes_of(const Tensor &tensor) {
             tensor.numel() ? needed_nbytes(tensor) - offset : 0};
 }
 
-/* Bytes of one tensor of the CPU are put into another's, by a launch. */
+/* Launch a copy of one CPU tensor into another. */
 void copy_later(CUstream_st *on, const Tensor &into, const Tensor &from) {
     fake::run(on,
               [to = into, from] {
@@ -57,10 +57,9 @@ void copy_later(CUstream_st *on, const Tensor &into, const Tensor &from) {
               {bytes_of(into)});
 }
 
-/* ---- random numbers: of a generator of the CPU, seeded by the seed and the offset that the CUDA generator
- * is at ---- */
+/* ---- random numbers: a CPU generator, seeded by the CUDA generator's seed and offset ---- */
 
-/* A graph finds both in memory, as they are when it is launched. */
+/* Take seed and offset from the generator. A graph reads them from memory at each launch. */
 at::PhiloxCudaState take_numbers(const at::Generator &of_device) {
     auto *from = at::check_generator<at::CUDAGeneratorImpl>(of_device);
     std::lock_guard<std::mutex> held(from->mutex_);
@@ -85,7 +84,7 @@ void draw(const at::PhiloxCudaState &numbers, const std::function<void()> &run) 
 
 /* ---- one call ---- */
 
-/* The host learns the sizes of their results from the device. */
+/* Return true if the sizes of the operator's results depend on values. */
 bool makes_the_host_wait(const std::string &name) {
     static const names all = {"aten::equal",    "aten::nonzero",          "aten::masked_select",
                               "aten::_unique2", "aten::unique_dim",       "aten::unique_consecutive",
@@ -207,7 +206,7 @@ void by_cpu(const c10::OperatorHandle &op, c10::DispatchKeySet, Stack *stack) {
     device_call(op, stack).run();
 }
 
-/* ---- operators that take a way of their own ---- */
+/* ---- operators with kernels of their own ---- */
 
 bool is_of_bytes(const Tensor &self, const Tensor &source) {
     bool same_memory = (self.is_contiguous() && source.is_contiguous()) ||
@@ -217,9 +216,9 @@ bool is_of_bytes(const Tensor &self, const Tensor &source) {
            self.is_neg() == source.is_neg() && self.numel() == source.numel();
 }
 
-/* Copies of bytes, and those between the host and a device, are torch's own; what would be a kernel is done
- * here. As torch does, a copy between devices is on the stream of the source, which waits for that of the
- * destination and is waited for. */
+/* Copies of bytes, and between host and device, stay torch's own; this function replaces the kernels. Like in
+ * torch, a copy between devices runs on the source's stream, which waits for the destination's stream, and
+ * the destination's stream waits for the copy. */
 Tensor &copy_(Tensor &self, const Tensor &source, bool non_blocking) {
     if (self.is_cuda() && source.is_cuda() && self.numel() && !self.is_same(source) &&
         !is_of_bytes(self, source)) {
@@ -230,15 +229,13 @@ Tensor &copy_(Tensor &self, const Tensor &source, bool non_blocking) {
     return at::native::copy_(self, source, non_blocking);
 }
 
-/* A tensor of the host that is made of one of the GPU with another dtype: torch casts on the source's
- * side. */
+/* Select the math kernel of scaled dot product attention, for which the CPU has all operators. */
 int64_t choose_math(const Tensor &, const Tensor &, const Tensor &, const std::optional<Tensor> &, double,
                     bool, std::optional<double>, bool) {
     return 0;
 }
 
-/* torch's CUDA kernel multiplies by the reciprocal where the divisor is a number of the host: aten::div and
- * aten::div_. */
+/* aten::div and aten::div_: torch's CUDA kernel multiplies by the reciprocal of a divisor on the host. */
 void divide(const c10::OperatorHandle &op, c10::DispatchKeySet, Stack *stack) {
     const c10::OperatorName &name = op.operator_name();
     size_t first = stack->size() - op.schema().arguments().size();
@@ -290,7 +287,7 @@ struct silent : c10::WarningHandler {
 };
 
 [[maybe_unused]] const bool installed = [] {
-    silent quiet; /* that kernels are replaced is meant */
+    silent quiet; /* replacing kernels is intended */
     c10::WarningUtils::WarningHandlerGuard guard(&quiet);
     for (const c10::OperatorName &name :
          c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::CUDA)) {

@@ -23,7 +23,7 @@ using namespace fake;
 
 static thread_local cudaError_t last_error = cudaSuccess;
 
-/* An assertion that failed on the device: nothing works from then on. */
+/* True after a failed assertion on the device: every later call fails. */
 static std::atomic<bool> is_broken{false};
 
 static cudaError_t said(cudaError_t error) {
@@ -34,7 +34,7 @@ static cudaError_t said(cudaError_t error) {
     return error;
 }
 
-/* The numbers of most errors are the same. */
+/* Most errors have the same number in driver and runtime. */
 static cudaError_t said(CUresult error) {
     return said((cudaError_t)error);
 }
@@ -117,7 +117,7 @@ RT cudaRuntimeGetVersion(int *version) {
     return cudaSuccess;
 }
 
-/* A thread's device without a context of its own: what cudaGetDevice says is 0, and no context is made. */
+/* Without a context of the thread the device is 0, and no context is created. */
 RT cudaGetDevice(int *device) {
     *device = current_device();
     return cudaSuccess;
@@ -322,7 +322,7 @@ RT cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *made) {
     return said(error);
 }
 
-/* Nodes are counted alone. */
+/* Only the number of nodes is available. */
 RT cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
     *count = graph->works.size();
     return nodes ? said(cudaErrorNotSupported) : cudaSuccess;
@@ -459,7 +459,7 @@ static bool is_pageable(const void *data) {
     return !find(data, &found, &begin);
 }
 
-/* A copy to or from memory that is not pinned is over when the call returns. */
+/* A copy to or from pageable memory is complete when the call returns. */
 static cudaError_t copy(void *to, const void *from, size_t nbytes, cudaStream_t stream, bool waits) {
     CUstream_st *on = stream_of(stream);
     if (CUresult error = waits ? refused_while_capturing() : CUDA_SUCCESS) {
@@ -512,7 +512,7 @@ RT cudaGetSymbolAddress(void **address, const void *symbol) {
     return cudaSuccess;
 }
 
-/* ---- the allocator of CUDA itself: one pool of a device ---- */
+/* ---- stream-ordered allocator of CUDA: one pool per device ---- */
 
 struct CUmemPoolHandle_st {
     size_t used, most_used, threshold;
@@ -571,11 +571,11 @@ RT cudaFreeAsync(void *data, cudaStream_t stream) {
         holding held(lock);
         pool_of(found.device)->used -= found.nbytes;
     }
-    run(stream_of(stream), [=] { give_back(data); }); /* collectives before it may be under way */
+    run(stream_of(stream), [=] { give_back(data); }); /* earlier collectives may still be running */
     return cudaSuccess;
 }
 
-/* ---- kernels: known by name, and none is run ---- */
+/* ---- kernels: known by name; only emulated ones run ---- */
 
 static std::unordered_map<const void *, const char *> &kernels =
     *new std::unordered_map<const void *, const char *>;
@@ -630,10 +630,10 @@ RT __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *str
     return cudaSuccess;
 }
 
-/* Kernels that others have brought: a library of these registers, by its mangled name, what runs it. */
+/* Emulated kernels by mangled name, registered by libraries with fake_cuda_emulate(). */
 struct emulation {
     emulated_kernel *run;
-    std::vector<size_t> nbytes; /* of each argument */
+    std::vector<size_t> nbytes; /* size of each argument */
 };
 static std::unordered_map<std::string, emulation> &emulated = *new std::unordered_map<std::string, emulation>;
 
@@ -642,7 +642,7 @@ EXPORT void fake_cuda_emulate(const char *name, emulated_kernel *run, const size
     emulated[name] = {run, std::vector<size_t>(nbytes, nbytes + count)};
 }
 
-/* The values that a launch takes with it. */
+/* Copies of a launch's arguments. */
 class kept_arguments {
   public:
     kept_arguments(void **arguments, const std::vector<size_t> &nbytes) {
@@ -663,8 +663,7 @@ class kept_arguments {
     std::vector<std::vector<char>> values;
 };
 
-/* The kernel by which NCCL's process group looks at what it is given: an assertion fails where a number is
- * none. */
+/* NaN check of NCCL's process group: a device assertion fails if a value is NaN. */
 template <typename T> static void check_for_nan(const void *data, size_t count) {
     for (size_t i = 0; i < count; i++) {
         T value = T(0.0f);
@@ -692,8 +691,7 @@ static void run_nan_check(const std::string &name, const void *data, size_t coun
     }
 }
 
-/* What runs a kernel of this name; the arguments are copied if it may do so later. Empty: nobody has brought
- * it. */
+/* Return the work that runs the named kernel, empty if none is registered. `later`: copy the arguments. */
 static work work_of(const std::string &name, const configuration &how, void **arguments, bool later) {
     if (name.find("spin_kernel") != name.npos) {
         return [] {};
@@ -734,7 +732,7 @@ static std::string name_of(const void *function) {
     return found == kernels.end() ? "an unknown kernel" : found->second;
 }
 
-/* What a device takes, without a kernel that asks for more shared memory. */
+/* Return true if the launch is within a device's limits for kernels with the default shared memory. */
 static bool can_be_launched(const configuration &how) {
     dim3 grid = how.grid, block = how.block;
     auto has = [](unsigned size, unsigned most) { return size > 0 && size <= most; };

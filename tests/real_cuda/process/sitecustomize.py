@@ -1,8 +1,7 @@
-"""Run by Python as it starts, where this folder is on PYTHONPATH: a GPU that is not there, before torch is
-imported.
+"""Install the fake GPU before torch is imported, in a Python with this folder on PYTHONPATH.
 
-A library that is loaded already is found by those who look for one of its name: torch's take these for the
-driver, the runtime and NCCL.
+dlopen() returns a library of the requested name that is loaded already, so torch uses these libraries as
+driver, runtime and NCCL.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LIBRARIES = ("libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1", "libnccl.so
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
-    """Lets others find torch, and replaces its operators once it has run."""
+    """Import hook that replaces torch's operators once torch is imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
@@ -46,12 +45,12 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 def replace_operators(torch: Any) -> None:
     assert FOLDER is not None and torch.version.cuda
     ctypes.CDLL(os.path.join(FOLDER, "liboperators.so"))
-    torch.backends.cudnn.enabled = False  # convolutions and the like have kernels of ATen's then
+    torch.backends.cudnn.enabled = False  # selects ATen's kernels, e.g. for convolutions
     for kind in (
         "flash",
         "mem_efficient",
         "cudnn",
-    ):  # attention by products of matrices: the CPU has no other
+    ):  # leaves the math kernel of attention, the only one on the CPU
         getattr(torch._C, f"_set_sdp_use_{kind}")(False)
 
 
@@ -59,11 +58,11 @@ if FOLDER:
     for _name in LIBRARIES:
         try:
             ctypes.CDLL(os.path.join(FOLDER, _name), ctypes.RTLD_GLOBAL)
-        except OSError as error:  # of which Python would say a word, and go on
+        except OSError as error:  # Python would only print it and continue
             raise SystemExit(f"no GPU can be made: {error}") from error
     sys.meta_path.insert(0, AfterTorch())
 
-# Another sitecustomize, which this one hides, has its turn.
+# Run the sitecustomize that this one hides.
 _here = Path(__file__).resolve().parent
 _other = PathFinder.find_spec("sitecustomize", [path for path in sys.path if Path(path).resolve() != _here])
 if _other is not None and _other.loader is not None:

@@ -42,7 +42,7 @@ std::vector<std::pair<std::string, int64_t>> launch_counts() {
 
 static std::vector<std::string> reports;
 static std::set<std::string> reported;
-/* where memory was given back, by what may be reported of it */
+/* program position of each free, by the text of the report that may follow */
 static std::map<std::string, std::string> places;
 static std::string (*place)();
 
@@ -94,7 +94,7 @@ static void report(const conflict &found, size_t nbytes) {
 
 /* ---- cells ---- */
 
-/* A cell that holds `at` in its middle becomes two, so that one begins there. */
+/* Split the cell that contains `at`, so that a cell begins there. */
 static void split(cell_map &cells, uintptr_t at) {
     auto next = cells.lower_bound(at);
     if ((next != cells.end() && next->first == at) || next == cells.begin()) {
@@ -235,9 +235,9 @@ void launch::access(const void *memory, size_t nbytes, enum access how, int of_l
     }
 }
 
-/* ---- memory that is given back ---- */
+/* ---- freed memory ---- */
 
-struct late_access { /* it may not be over */
+struct late_access { /* an access that may be unfinished when its memory is freed */
     conflict found;
     size_t nbytes;
 };

@@ -8,17 +8,16 @@ namespace simulated_gpu {
 
 static int64_t dropped = -1, waits, dropped_record = -1, records;
 
-static bool host_goes_on; /* instead of waiting for an event */
+static bool host_goes_on; /* true if the host's waits for events are dropped */
 
-/* Of each wait so far. */
 struct wait_made {
     int waiting, awaited; /* agents */
-    bool orders;          /* something: whoever waits did not know it, and the host neither */
+    bool orders; /* true if neither the waiting agent nor the host knew the awaited work as finished */
 };
-static std::vector<wait_made> &history = *new std::vector<wait_made>;
+static std::vector<wait_made> &history = *new std::vector<wait_made>; /* all waits so far */
 static std::unordered_map<const void *, int> &recorders = *new std::unordered_map<const void *, int>;
 
-/* Of the script's making: who names one from then on is at fault. */
+/* Destroyed streams of scripts. Every later use of one is an error. */
 static std::unordered_set<const stream *> &destroyed = *new std::unordered_set<const stream *>;
 
 static bool is_destroyed(const stream *which) {
@@ -42,8 +41,7 @@ static bool begin_wait(int waiting, const clock &known_to_it, const void *until)
     return waits++ != dropped;
 }
 
-/* A context is the number of its device, counted from 1. Each thread has a stack of them, of which torch sets
- * the top. */
+/* The thread's stack of contexts below the current one. A context is its device's index plus 1. */
 static thread_local std::vector<void *> pushed;
 
 static void *context_of(int device) {
@@ -56,7 +54,7 @@ using namespace simulated_gpu;
 
 enum { SUCCESS = 0, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, NOT_WHILE_CAPTURING = 900 };
 
-/* What may not be while a stream captures has a number here. */
+/* Run the body; turn the exception of a call that is illegal during capture into the driver's error code. */
 template <typename Body> static int result_of(Body body) {
     try {
         return body();
@@ -141,7 +139,7 @@ DEVICE_API int cuStreamCreate(void **made, unsigned) {
     return SUCCESS;
 }
 
-/* What it holds runs to its end. */
+/* Work in the stream still runs to its end. */
 DEVICE_API int cuStreamDestroy_v2(void *handle) {
     holding lock(device_lock);
     return handle && destroyed.insert((stream *)handle).second ? SUCCESS : INVALID_HANDLE;
@@ -207,19 +205,19 @@ DEVICE_API int cuCtxGetDevice(int *device) {
     return SUCCESS;
 }
 
-/* To try whether anybody sees it. */
+/* Drop the host's waits for events, to check that the race detector reports it. */
 DEVICE_API void simulated_gpu_drop_host_waits(bool drop) {
     host_goes_on = drop;
 }
 
-/* The nth record from now leaves its event as it was, -1 for none; returns how many there were. */
+/* Drop the nth event record from now (-1: none). Return the number of records so far. */
 DEVICE_API int64_t simulated_gpu_drop_record(int64_t nth) {
     holding lock(device_lock);
     dropped_record = nth < 0 ? -1 : records + nth;
     return records;
 }
 
-/* Of the nth wait since the start: whether it ordered anything, and the agents of both sides. */
+/* Return true if the nth wait since the start ordered anything, and set the agents of both sides. */
 DEVICE_API bool simulated_gpu_wait(int64_t nth, int *waiting, int *awaited) {
     holding lock(device_lock);
     const wait_made &made = history.at((size_t)nth);

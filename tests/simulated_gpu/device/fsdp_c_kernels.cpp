@@ -1,8 +1,7 @@
 /* fsdp_c's library of CUDA kernels for the simulated device: its own .cu files, run by
- * tests/native/cuda_emulation.h, with what each launch touches written down. The only file here that knows
- * fsdp_c.
+ * tests/native/cuda_emulation.h, with each launch's accesses recorded. No other file here depends on fsdp_c.
  *
- * Built with the emulation's header included before everything, and with the symbol of table.cu renamed to
+ * The build includes the emulation's header before everything, and renames the symbol of table.cu to
  * emulated_kernels. */
 #include <deque>
 #include <memory>
@@ -17,7 +16,7 @@ extern "C" const struct kernel_table *emulated_kernels(const char **why);
 
 static const struct kernel_table *inner;
 
-/* Elements from a tensor's first to its last. */
+/* Return the number of elements from a tensor's first to its last. */
 static int64_t span(const struct tensor_view &view, int64_t numel) {
     int64_t last = 0;
     for (int32_t d = 0; view.strides && d < view.ndim; d++) {
@@ -26,7 +25,7 @@ static int64_t span(const struct tensor_view &view, int64_t numel) {
     return view.strides && numel ? last + 1 : numel;
 }
 
-/* Arguments by value, as a launch takes them: with the sizes and strides that they point to. */
+/* Arguments by value, like those of a launch, with copies of the sizes and strides that they point to. */
 template <typename Argument> class kept {
   public:
     kept(const Argument *given, int64_t count) : all(new contents) {
@@ -63,8 +62,8 @@ template <typename Argument> class kept {
     }
 };
 
-/* One launch: what it touches is said first, then it runs. Alone, as the emulation has the state of one
- * thread. */
+/* One launch. Its accesses are recorded before it runs. A mutex admits one launch at a time, because the
+ * emulation has the state of one thread. */
 class kernel_launch {
   public:
     kernel_launch(const char *name, const struct kernel_stream *stream)
@@ -82,7 +81,7 @@ class kernel_launch {
         launch.access(data, (size_t)nbytes, simulated_gpu::WRITE);
         moved_nbytes += data ? (double)nbytes : 0;
     }
-    /* Reads what is there before it writes. */
+    /* Record a read and a write of the same bytes. */
     void changes(const void *data, int64_t nbytes) {
         writes(data, nbytes);
         moved_nbytes += data ? (double)nbytes : 0;
@@ -93,7 +92,7 @@ class kernel_launch {
         }
     }
 
-    /* At once, or when the stream comes to it. */
+    /* Run the kernel now, or hold it until its stream reaches it. */
     template <typename Kernel> enum status run(Kernel kernel) {
         simulated_gpu::host_spends(simulated_gpu::costs().launch);
         double us = simulated_gpu::us_of_bytes(moved_nbytes);
@@ -183,7 +182,7 @@ static const char *unsupported_reason(int32_t device_index) {
     return device_index == device_without_code ? "no code for this GPU" : nullptr;
 }
 
-/* Of this device the kernels have no code from now on; of each, where it is -1. */
+/* From now on, report that the kernels have no code for this device; -1: for no device. */
 extern "C" DEVICE_API void simulated_gpu_without_code(int32_t device_index) {
     device_without_code = device_index;
 }

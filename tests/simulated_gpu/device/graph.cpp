@@ -5,7 +5,7 @@
 
 namespace simulated_gpu {
 
-static std::map<uint64_t, graph *> &captures = *new std::map<uint64_t, graph *>; /* that go on */
+static std::map<uint64_t, graph *> &captures = *new std::map<uint64_t, graph *>; /* running captures */
 
 graph *graph_of(uint64_t capture) {
     auto found = captures.find(capture);

@@ -1,11 +1,11 @@
-/* CUDA graphs: what is launched on a capturing stream is held, and runs at each replay as one launch.
+/* CUDA graphs: work launched on a capturing stream is held, and runs at each replay as one launch.
  *
- * A stream joins the capture by waiting for an event of one that is in it, and must be waited for by the
- * first one before the end. While it captures, nothing may wait for it on the host, and it waits for nothing
- * from outside.
+ * A stream joins the capture by waiting for an event of a stream that is in it, and the first stream must
+ * wait for it before the end. During the capture the host may not wait for these streams, and they may not
+ * wait for work outside.
  *
- * Invariant: what was captured has not run. Races inside a graph are found at its capture, in cells of its
- * own; at a replay all that it touches counts as touched by the stream of the replay. */
+ * Invariant: captured work has not run. Races inside a graph are found at its capture, in cells of its own.
+ * At a replay all its accesses count as accesses of the replaying stream. */
 #pragma once
 
 #include "accesses.h"
@@ -20,7 +20,7 @@ class DEVICE_API graph {
     graph(const graph &) = delete;
     graph &operator=(const graph &) = delete;
 
-    void begin(stream *on, pool_id memory); /* {0, 0}: a pool of its own */
+    void begin(stream *on, pool_id memory); /* {0, 0}: make a pool */
     void end();
     void replay(stream *on);
     void reset();
@@ -31,28 +31,29 @@ class DEVICE_API graph {
     /* For the files of this folder. */
     void hold(work run);
     void join(stream *which);
-    void at_end(work undo); /* of the capture, the last one first */
+    void at_end(work undo); /* run `undo` at the end of the capture, the last one first */
     cell_map cells;
     std::vector<recorded_access> accesses;
 
   private:
-    void leave(); /* all of its streams */
+    void leave(); /* end the capture of all streams */
 
-    uint64_t id = 0; /* of the capture, while it goes on */
+    uint64_t id = 0; /* of the running capture, or 0 */
     pool_id memory{0, 0};
     struct member {
         stream *which;
-        uint64_t joined_at; /* of its own time */
+        uint64_t joined_at; /* the stream's own time when it joined */
     };
-    std::vector<member> members; /* the first one began it */
+    std::vector<member> members; /* the first one began the capture */
     std::vector<work> works, undos;
     bool has_ended = false;
 };
 
-/* The graph of a capture that goes on, or nullptr. */
+/* Return the graph of a running capture, or nullptr. */
 DEVICE_API graph *graph_of(uint64_t capture);
-bool any_capture(); /* for the files of this folder, and what follows */
-/* As CUDA does where the host would wait inside a capture; std::runtime_error. */
+/* For the files of this folder. */
+bool any_capture();
+/* Throw std::runtime_error with CUDA's message for a wait of the host during a capture. */
 [[noreturn]] void refuse_while_capturing();
 
 } // namespace simulated_gpu

@@ -48,7 +48,7 @@ void held_operator::surround(std::function<void(const std::function<void()> &run
     surroundings = std::move(with);
 }
 
-/* Tensors of their own on the same memory, as the kernel may resize them. */
+/* Make new tensors on the same memory, because the kernel may resize them. */
 static values renewed(const values &given) {
     std::unordered_map<c10::StorageImpl *, c10::Storage> storages;
     return all_changed(given, [&](const Tensor &tensor) {

@@ -1,4 +1,4 @@
-/* An operator of the CPU on the device's memory, kept to be run later, once or again and again. */
+/* A CPU operator on the device's memory, held to run later, any number of times. */
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -9,7 +9,7 @@
 
 namespace simulated_gpu {
 
-/* A tensor among the values of an operator. */
+/* Position of a tensor among the values of an operator. */
 struct value_place {
     bool is_result;
     size_t value, element;
@@ -19,18 +19,18 @@ class held_operator {
   public:
     using is_of_device = std::function<bool(const at::Tensor &)>;
 
-    /* `arguments` are what the CPU's kernel gets. Those that are not of the device are copied, as a launch
-     * does. */
+    /* `arguments` are those of the CPU kernel. Tensors that are not on the device are copied, like the
+     * arguments of a launch. */
     held_operator(c10::OperatorHandle op, const std::vector<c10::IValue> &arguments, const is_of_device &is);
 
-    /* After a run, the tensor goes where `into` lies now. */
+    /* After each run, copy the tensor at `from` into the present memory of `into`. */
     void fill(value_place from, const at::Tensor &into);
-    /* What is done around each run: it calls its argument. */
+    /* Wrap each run: `with` must call its argument. */
     void surround(std::function<void(const std::function<void()> &run)> with);
 
     void run() const;
 
-    /* A place is of the tensor that the place itself is asked for: by each tensor's address. */
+    /* Call `body` with each tensor of values[begin:end] and its place. */
     static void for_each_place(const std::vector<c10::IValue> &values, size_t begin, size_t end,
                                bool are_results,
                                const std::function<void(const at::Tensor &, value_place)> &body);
@@ -42,7 +42,7 @@ class held_operator {
     std::function<void(const std::function<void()> &run)> surroundings = [](const auto &run) { run(); };
 };
 
-/* What is there before work runs that is not to have run. */
+/* Copies of bytes from before a run that is undone. */
 class saved_memory {
   public:
     void save(const at::Tensor &tensor);

@@ -18,7 +18,7 @@
 
 namespace simulated_gpu {
 
-/* torch's: c10/core/AllocatorConfig.h */
+/* sizes of torch's allocator: c10/core/AllocatorConfig.h */
 enum : size_t {
     UNIT = 512,
     SMALL = 1 << 20,
@@ -36,7 +36,7 @@ struct block {
     bool used, waiting, small;
     pool_id pool;
     uintptr_t segment;
-    std::set<stream *> users; /* other streams that it was recorded on */
+    std::set<stream *> users; /* other streams passed to record_stream() */
 };
 
 struct waiting_block {
@@ -52,7 +52,7 @@ struct segment {
 using block_map = std::map<uintptr_t, block>;
 static block_map &blocks = *new block_map;
 static std::map<uintptr_t, segment> &segments = *new std::map<uintptr_t, segment>;
-static std::map<uint64_t, int> kept_pools; /* by their second number: how often */
+static std::map<uint64_t, int> kept_pools; /* reference count by the id's second number */
 static std::vector<waiting_block> &waiting = *new std::vector<waiting_block>;
 static memory_stats stats[MOST_DEVICES];
 static double fractions[MOST_DEVICES] = {1, 1, 1, 1, 1, 1, 1, 1};
@@ -76,7 +76,7 @@ static void poison(uintptr_t at, size_t nbytes) {
     }
 }
 
-/* Address space alone where nothing is computed. */
+/* Return address space only if operators run on shapes. */
 static void *take_memory(size_t nbytes) {
     if (!has_only_shapes()) {
         return aligned_alloc(PAGE, nbytes);
@@ -125,7 +125,7 @@ std::vector<memory_change> take_memory_log() {
     return std::move(changes);
 }
 
-/* All blocks of a segment have the stream and the pool of the first, which begins where it does. */
+/* All blocks of a segment have the stream and the pool of its first block. */
 std::vector<memory_segment> reserved_segments() {
     holding lock(device_lock);
     std::vector<memory_segment> all;
@@ -136,7 +136,7 @@ std::vector<memory_segment> reserved_segments() {
     return all;
 }
 
-/* To the free ones, where it joins its neighbours. */
+/* Mark the block as free and merge it with free neighbours. */
 static void give_back(uintptr_t at) {
     auto it = blocks.find(at);
     if (it->second.waiting) {
@@ -155,7 +155,7 @@ static void give_back(uintptr_t at) {
     }
 }
 
-/* Gives back those whose users are known to be through; with `all` the host waits for them. */
+/* Free the waiting blocks whose users are known to be finished. With `all` the host waits for the users. */
 static void look_at_waiting(bool all) {
     std::vector<waiting_block> still;
     for (waiting_block &each : waiting) {
@@ -164,7 +164,7 @@ static void look_at_waiting(bool all) {
             if (all) {
                 host_wait(&until);
             } else if (is_over_in_time(&until)) {
-                merge(host_clock(), until.at); /* as a query that says so */
+                merge(host_clock(), until.at); /* like a successful query */
             }
             is_over = is_over && knows(host_clock(), until.at);
         }
@@ -181,8 +181,8 @@ static size_t segment_nbytes(size_t nbytes) {
     return nbytes <= SMALL ? SMALL_SEGMENT : nbytes < LARGE ? LARGE_SEGMENT : rounded(nbytes, LARGE_UNIT);
 }
 
-/* max_split_size_mb of PYTORCH_CUDA_ALLOC_CONF: blocks of so much are not split, and are for those who want
- * as much. */
+/* max_split_size_mb of PYTORCH_CUDA_ALLOC_CONF: larger blocks are not split, and serve only requests of that
+ * size. */
 static size_t largest_split() {
     static const size_t nbytes = [] {
         const char *conf = getenv("PYTORCH_CUDA_ALLOC_CONF");
@@ -236,7 +236,7 @@ static block_map::iterator new_segment(size_t nbytes, stream *on, pool_id pool) 
     return blocks.insert({at, {at, size, 0, on, false, false, nbytes <= SMALL, pool, at, {}}}).first;
 }
 
-/* The rest of a block that is larger than what is asked of it becomes a block of its own. */
+/* Make the rest of a block that is larger than the request a block of its own. */
 static void cut(block &given, size_t nbytes) {
     if (should_split(given, nbytes)) {
         block rest = given;
@@ -258,7 +258,7 @@ void empty_cache() {
             continue;
         }
         int device = each.owner->device;
-        host_wait_device(device); /* as cudaFree does */
+        host_wait_device(device); /* like cudaFree */
         stats[device].reserved -= (int64_t)each.nbytes;
         stats[device].num_device_free++;
         forget(each.at, each.at + each.nbytes);
@@ -268,7 +268,7 @@ void empty_cache() {
     }
 }
 
-/* What comes next on the stream comes after this. */
+/* Return the clock of the next launch on the stream. */
 static clock known_to(const stream *on) {
     clock both = on->now;
     merge(both, host_clock());
@@ -296,7 +296,7 @@ void *device_alloc(size_t requested, int device, stream *on) {
     };
     auto found = find();
     bool is_in_pool =
-        /* to torch before 2.13 that is a capture: nothing is given back meanwhile */
+        /* torch before 2.13 treats an entered pool like a capture and frees no cached memory */
         !pools_of_thread[device].empty();
     if (found == blocks.end() && !is_in_pool) {
         of_device.num_alloc_retries++;
@@ -400,7 +400,7 @@ void set_fraction(double fraction, int device) {
     fractions[device] = fraction;
 }
 
-/* ---- pools: one that nobody holds keeps its memory until the cache is emptied ---- */
+/* ---- pools: a released pool keeps its memory until empty_cache() ---- */
 
 pool_id new_pool() {
     holding lock(device_lock);
@@ -450,7 +450,7 @@ void no_pool_may_be_entered() {
 /* ---- pinned memory ---- */
 
 static std::map<uintptr_t, size_t> &pinned = *new std::map<uintptr_t, size_t>;
-/* of the map: threads of gloo ask, while one that holds device_lock waits for them */
+/* Guards the map. Not device_lock: threads of gloo query the map while the lock's holder waits for them. */
 static std::mutex pinned_lock;
 static std::atomic<int64_t> num_pinned;
 
@@ -465,7 +465,7 @@ void *pinned_alloc(size_t nbytes) {
     return fresh;
 }
 
-/* Its size; 0 if it is not pinned. */
+/* Remove the entry and return its size; 0 if the memory is not pinned. */
 static size_t take_pinned(uintptr_t at) {
     std::lock_guard<std::mutex> lock(pinned_lock);
     auto found = pinned.find(at);
@@ -478,7 +478,7 @@ static size_t take_pinned(uintptr_t at) {
     return nbytes;
 }
 
-/* torch's allocator keeps it until the streams that copied are through, so that nobody gets it early. */
+/* Run all held work first: torch's allocator reuses the memory only after the streams that copied. */
 void pinned_free(void *memory) {
     size_t nbytes = take_pinned((uintptr_t)memory);
     if (!nbytes) {

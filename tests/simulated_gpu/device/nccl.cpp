@@ -1,10 +1,10 @@
-/* ProcessGroupNCCL of the simulated device, and gloo for its tensors, which a torch built for the CPU leaves
- * out.
+/* ProcessGroupNCCL of the simulated device, and gloo for its tensors. A torch built for the CPU has neither.
  *
- * gloo moves the bytes at the call; streams give the order, as NCCL's: with async_op a collective runs on a
- * stream of the group's own that waits for the current one, and wait() makes the then current stream wait
- * while the host goes on; without, on the current stream itself. A reduction adds the ranks' parts in their
- * order, in the tensor's dtype. Through gloo the host waits for what a collective reads. */
+ * gloo moves the bytes at the call. Streams define the order, as in NCCL: with async_op a collective runs on
+ * the group's own stream, which waits for the current stream, and wait() makes the then current stream wait
+ * without blocking the host. Without async_op it runs on the current stream. A reduction adds the ranks'
+ * parts in rank order, in the tensor's dtype. The gloo backend makes the host wait for the inputs of a
+ * collective. */
 #include "nccl.h"
 
 #include <future>
@@ -61,8 +61,7 @@ class device_work final : public c10d::Work {
         return outputs;
     }
 
-    /* The collective is enqueued. Whoever follows the future with a callback is under a stream that comes
-     * after it. */
+    /* Mark the collective as enqueued on `on`, the current stream for callbacks of the future. */
     void finish(stream *on) {
         event_record(&done, on);
         c10::StreamGuard guard(torch_stream(on));
@@ -70,10 +69,10 @@ class device_work final : public c10d::Work {
     }
 
     int device;
-    bool blocks = false; /* a barrier: the host waits */
+    bool blocks = false; /* true for a barrier: the host waits */
     event done{};
     Tensors outputs;
-    Tensors kept; /* what the collective uses, until somebody has waited */
+    Tensors kept; /* tensors of the collective, until wait() */
     c10::intrusive_ptr<c10::ivalue::Future> future;
 };
 
@@ -91,7 +90,7 @@ class device_backend final : public Backend {
         : Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)), options(std::move(given)),
           name(named), through_host(name == "gloo") {
     }
-    /* Where nothing is computed this process is all ranks, and there is nobody to send bytes to. */
+    /* Without gloo: one process stands for all ranks if operators run on shapes only. */
     device_backend(int rank, int size, c10::intrusive_ptr<nccl_options> given)
         : Backend(rank, size), options(std::move(given)), name("nccl"), through_host(false) {
     }
@@ -239,13 +238,13 @@ class device_backend final : public Backend {
     }
     void startCoalescing() override {
     }
-    /* Each collective was enqueued at its call: the last one's end is that of all. */
+    /* Each collective was enqueued at its call, so the end of the last one is the end of all. */
     WorkPtr endCoalescing() override {
         return collective(OpType::COALESCED, {}, {}, true, [](const Tensors &, const Tensors &) {});
     }
 
   private:
-    /* What a collective does, given its inputs and outputs as tensors of the CPU on the device's memory. */
+    /* Body of a collective. Inputs and outputs are CPU tensors on the device's memory. */
     using collective_body = std::function<void(const Tensors &inputs, const Tensors &outputs)>;
 
     enum : size_t { SMALL_COLLECTIVE = 1 << 16 /* bytes */ };
@@ -254,7 +253,7 @@ class device_backend final : public Backend {
     c10::intrusive_ptr<nccl_options> options;
     std::string name;
     bool through_host;
-    std::vector<std::pair<WorkPtr, Tensors>> sent; /* gloo reads them later */
+    std::vector<std::pair<WorkPtr, Tensors>> sent; /* tensors that gloo may still read */
     uint64_t sequence = 0;
     stream *streams[MOST_DEVICES] = {};
     event wire_is_free{}; /* on the timeline: after the last collective */
@@ -314,7 +313,7 @@ class device_backend final : public Backend {
         }
     }
 
-    /* Nobody else is there: small parts, at which the host may look, are taken for everybody's. */
+    /* Without other ranks: fill small outputs, which the host may read, with this rank's input. */
     static void pretend(const Tensors &inputs, const Tensors &outputs) {
         for (size_t i = 0; i < outputs.size() && !inputs.empty(); i++) {
             const Tensor &input = inputs.size() == outputs.size() ? inputs[i] : inputs[0];
@@ -325,7 +324,7 @@ class device_backend final : public Backend {
         }
     }
 
-    /* An all-reduce is a reduce-scatter and an all-gather. */
+    /* Charge the time of a collective. An all-reduce costs a reduce-scatter and an all-gather. */
     void spend(OpType type, stream *on, const Tensors &inputs, const Tensors &outputs) {
         if (!is_timed()) {
             return;
@@ -342,7 +341,8 @@ class device_backend final : public Backend {
         host_spends((in_fsdp() ? costs().launch : costs().collective) +
                     (gathers || scatters ? costs().unit / 3 : 0));
         begins_after(on, &wire_is_free);
-        /* A ring writes what comes and reads it to pass it on; one that reduces reads its own part too. */
+        /* A ring step writes the received bytes and reads them to send them on; a reduction also reads its
+         * own. */
         double most = std::max(in, out), moved = (gathers ? 2 : ways == 2 ? 5 : 3) * most;
         double us = getSize() == 1 ? costs().least : ways * us_on_wire(own_wire(), getSize(), most);
         device_spends(on, c10d::opTypeToString(type).c_str(),
@@ -355,7 +355,7 @@ class device_backend final : public Backend {
         wire_is_free.recorded = true;
     }
 
-    /* Whether all its ranks are on one node, of which each has as many as it has GPUs. */
+    /* Return the wire of the group: WITHIN_NODE if all its ranks are on one node. */
     enum wire own_wire() const {
         const std::vector<uint64_t> &ranks = options->global_ranks_in_group;
         uint64_t per_node = (uint64_t)costs().gpus_per_node;
@@ -367,7 +367,7 @@ class device_backend final : public Backend {
         return is_one_node ? WITHIN_NODE : BETWEEN_NODES;
     }
 
-    /* The group's own, behind what was enqueued on the current one. */
+    /* Return the group's own stream after it waits for the current stream. */
     stream *stream_after(stream *current) {
         stream *&own = streams[current->device];
         if (!own) {
@@ -409,7 +409,7 @@ class device_backend final : public Backend {
         }
     }
 
-    /* The root's own tensors go to the ranks in their order. */
+    /* Send the root's tensors to the ranks, in rank order. */
     void scatter_from(int root, const Tensors &parts, const Tensor &into) {
         Tensors received = {bytes(into).clone()};
         std::vector<Tensors> from(root == getRank() ? 1 : 0);
@@ -478,7 +478,7 @@ class device_backend final : public Backend {
     }
 };
 
-/* What DDP measures by: the host's time at each moment. */
+/* Timer for DDP, which measures host time. */
 class reducer_timer final : public c10d::Timer {
   public:
     explicit reducer_timer(c10::Device) {

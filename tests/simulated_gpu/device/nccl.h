@@ -5,7 +5,7 @@
 
 namespace simulated_gpu {
 
-/* Puts ProcessGroupNCCL and its options into the module. */
+/* Add ProcessGroupNCCL and its options to the module. */
 void bind_nccl(pybind11::module_ &module);
 
 } // namespace simulated_gpu

@@ -1,8 +1,7 @@
-/* The operators of device type CUDA: those of the CPU on the same memory, with what they touch written down.
+/* Operators of device type CUDA: CPU kernels on the same memory, with their accesses recorded.
  *
- * Memory, views and copies are done here by themselves. Every other operator takes the one way of
- * device_call: its tensors become tensors of the CPU on the same memory, the CPU's kernel runs, and its
- * results become tensors of the device. */
+ * Allocation, views and copies have kernels here. Every other operator is a device_call: its tensors become
+ * CPU tensors on the same memory, the CPU kernel runs, and its results become device tensors. */
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -39,7 +38,7 @@ static stream *current_stream_of(const Tensor &tensor) {
 
 /* ---- time: timeline.h ---- */
 
-/* One operator, on the host and then on the device. */
+/* Charge one operator to the host and to the device. */
 static void spend(stream *on, const char *name, enum span_kind kind, double us, device_use use) {
     host_spends(in_fsdp() ? costs().launch : costs().op);
     device_spends(on, name, kind, us, use);
@@ -51,8 +50,7 @@ static void spend_view() {
 
 /* ---- memory and views ---- */
 
-/* In deterministic mode torch writes to memory that it hands out, by a kernel on the stream that is
- * current. */
+/* Fill new memory on the current stream in deterministic mode, like torch. */
 static Tensor filled(Tensor fresh) {
     const at::Context &context = at::globalContext();
     if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory() && fresh.numel())
@@ -78,7 +76,7 @@ static Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<
                                                     c10::dtype_or_default(dtype)));
 }
 
-/* A tensor may show more than its storage holds once its sizes or its storage were set. */
+/* Grow the storage if new sizes or a new storage reach beyond its end. */
 static void make_room(const Tensor &tensor) {
     size_t needed = needed_nbytes(tensor);
     if (tensor.numel() && needed > tensor.storage().nbytes()) {
@@ -146,12 +144,12 @@ static const char *name_of_copy(const Tensor &self, const Tensor &source) {
     return self.is_cpu() ? "copy_ to the host" : source.is_cpu() ? "copy_ from the host" : "copy_";
 }
 
-/* What a launch takes with it: addresses, but the values of memory that is not pinned. */
+/* Return the source that a held copy reads: a copy of pageable memory, otherwise the same memory. */
 static Tensor lasting(const Tensor &source) {
     return is_pageable(source) ? source.clone() : borrowed(source);
 }
 
-/* Bytes: numbers that the host may look at are copied even where nothing is computed. */
+/* Largest copy, in bytes, that moves values when operators run on shapes only: the host may read them. */
 static const double SMALL_COPY = 1 << 16;
 
 static void spend_copy(stream *on, const Tensor &self, const Tensor &source) {
@@ -164,11 +162,11 @@ static void spend_copy(stream *on, const Tensor &self, const Tensor &source) {
     }
 }
 
-/* As cudaMemcpyAsync: memory that is not pinned goes by way of a staging buffer, so that nobody races with
- * the host; for what ends there the host waits, as it does for every copy that may block. */
+/* Copy like cudaMemcpyAsync: pageable memory passes through a staging buffer, so the host cannot race with
+ * the copy. The host waits for copies into pageable memory, and for all copies that are not non_blocking. */
 static void copy_between(const Tensor &self, const Tensor &source, bool non_blocking) {
     stream *on = current_stream_of(source.is_cuda() ? source : self);
-    stream *other = self.is_cuda() ? current_stream_of(self) : on; /* of the device that is written */
+    stream *other = self.is_cuda() ? current_stream_of(self) : on; /* stream of the written device */
     event before{}, after{};
     if (other != on) {
         event_record(&before, other);
@@ -197,7 +195,7 @@ static void copy_between(const Tensor &self, const Tensor &source, bool non_bloc
             run_or_hold(on, copy);
         }
         graph *capturing = graph_of(on->capture);
-        if (capturing && self.is_cuda()) { /* values for those that follow, until the capture's end */
+        if (capturing && self.is_cuda()) { /* values for later operators, restored at the capture's end */
             saved_memory before;
             before.save(self);
             capturing->at_end([before]() mutable { before.restore(); });
@@ -238,7 +236,7 @@ static at::Scalar local_scalar_dense(const Tensor &self) {
 
 /* ---- every other operator ---- */
 
-/* The sizes, or the values, of their results are known to the host alone once the device is through. */
+/* Return true if the host needs the device's results for sizes or values. */
 static bool makes_the_host_wait(const std::string &name) {
     static const names all = {"aten::equal",
                               "aten::nonzero",
@@ -312,9 +310,9 @@ class device_call final : public operator_call {
     stream *on = nullptr;
     std::vector<std::pair<Tensor, enum access>> accesses;
     double moved_nbytes = 0; /* to and from the device's memory */
-    bool is_view = true;     /* it touches nothing */
+    bool is_view = true;     /* true if the operator accesses no memory */
 
-    /* A write reads too, unless the operator replaces all that was there. */
+    /* Count a write twice, because it also reads, unless the operator replaces the tensor. */
     void count_bytes(const Tensor &tensor, enum access how, bool is_replaced) {
         is_view = false;
         bool reads_part = reads_what_it_gives(schema.name());
@@ -340,8 +338,7 @@ class device_call final : public operator_call {
         }
     }
 
-    /* Of work that runs later: it runs now as well, as nothing else tells what its results will be, and is
-     * undone. */
+    /* State of held work. It runs now as well, to find the sizes of its results, and is undone. */
     bool is_held = false;
     saved_memory saved;
 
@@ -352,8 +349,8 @@ class device_call final : public operator_call {
         }
     }
 
-    /* What is captured works on the values that were there until the capture's end, as indices among them
-     * must be right. */
+    /* Undo the run. Captured work is undone at the capture's end, because later operators may use its results
+     * as indices. */
     void undo() {
         graph_of(on->capture)->at_end([kept = std::move(saved)]() mutable { kept.restore(); });
     }
@@ -373,7 +370,7 @@ class device_call final : public operator_call {
 
     void convert(IValue &value, const c10::Argument &argument) {
         const c10::AliasInfo *alias = argument.alias_info();
-        bool is_access = !alias || alias->isWrite(); /* a view touches nothing */
+        bool is_access = !alias || alias->isWrite(); /* a view accesses no memory */
         enum access how = alias && alias->isWrite() ? WRITE : READ;
         bool is_replaced = argument.is_out() || overwrites(schema.name());
         value = changed(value, [&](const Tensor &each) { return to_cpu(each, is_access, how, is_replaced); });
@@ -427,7 +424,7 @@ static void fallback(const c10::OperatorHandle &op, c10::DispatchKeySet, Stack *
     device_call(op, stack).run();
 }
 
-/* torch's CUDA kernel multiplies by the reciprocal where the divisor is a number of the host. */
+/* torch's CUDA kernel multiplies by the reciprocal of a divisor on the host. */
 static Tensor &divide(const Tensor &self, const Tensor &other, Tensor &out) {
     static auto mul = c10::Dispatcher::singleton().findSchemaOrThrow("aten::mul", "out");
     static auto div = c10::Dispatcher::singleton().findSchemaOrThrow("aten::div", "out");
@@ -461,8 +458,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
     library.impl("div.out", TORCH_FN(divide));
 }
 
-/* Kernels of a GPU's own, where a build for the CPU composes operators or loops over tensors, so that time
- * and what autograd saves are a GPU's: all that torch's native_functions.yaml has a kernel for CUDA of. */
+/* Single kernels for operators that have a CUDA kernel in torch's native_functions.yaml, while a CPU build
+ * composes other operators or loops over tensors: time and saved tensors are then those of a GPU. */
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
     if (!is_timed()) {
         return;
@@ -474,7 +471,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
                                       "linalg__powsum",    "mish_backward",
                                       "native_group_norm", "native_layer_norm",
                                       "silu_backward",     "split_with_sizes_copy.out"};
-    if (has_only_shapes()) { /* the CPU has no kernel for its backward */
+    if (has_only_shapes()) { /* the CPU has no kernel for the backward */
         names.push_back("_fused_rms_norm");
     }
     for (const c10::OperatorName &each : c10::Dispatcher::singleton().getAllOpNames()) {
@@ -488,7 +485,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
     }
 }
 
-/* ---- what the host does with pinned memory ---- */
+/* ---- host accesses to pinned memory ---- */
 
 static bool reads_no_values(const char *name) {
     static const names all = {"aten::to",
@@ -517,7 +514,7 @@ static bool reads_no_values(const char *name) {
     return all.count(name) != 0;
 }
 
-/* Called before each operator: one of the CPU that touches pinned memory is an access of the host. */
+/* Called before each operator. A CPU operator on pinned memory is an access of the host. */
 static std::unique_ptr<at::ObserverContext> watch_host(const at::RecordFunction &function) {
     if (!any_pinned() || reads_no_values(function.name())) {
         return nullptr;
@@ -556,7 +553,7 @@ static std::unique_ptr<at::ObserverContext> watch_host(const at::RecordFunction 
     return nullptr;
 }
 
-/* ---- an FSDP's own code, by the ranges that it names for the profiler ---- */
+/* ---- code of FSDP, recognised by its profiler ranges ---- */
 
 struct range_of_fsdp : at::ObserverContext {};
 

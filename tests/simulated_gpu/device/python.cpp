@@ -1,5 +1,4 @@
-/* The functions that torch.cuda's own Python calls in torch._C, and the device's own; install.py puts them in
- * their places. */
+/* The functions that torch.cuda calls in torch._C, and the device's own. install.py installs them. */
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Storage.h>
@@ -15,7 +14,7 @@ namespace py = pybind11;
 
 namespace simulated_gpu {
 
-/* Where Python stands, if this thread may ask. */
+/* Return Python's stack as text, if this thread holds the GIL. */
 static std::string python_place() {
     if (!Py_IsInitialized() || !PyGILState_Check()) {
         return "  (a thread without Python)";
@@ -36,7 +35,7 @@ static void set_device_checked(int device) {
     set_device(device);
 }
 
-/* The device before; one below zero leaves all as it is. */
+/* Set the device and return the previous one; -1 changes nothing. */
 static int exchange_device(int device) {
     if (device < 0) {
         return -1;
@@ -141,7 +140,7 @@ static py::dict stats_dict(int device) {
 
 using id_pair = std::pair<uint64_t, uint64_t>;
 
-/* As torch's: its memory stays while it lives, whoever empties the cache. */
+/* Memory pool that keeps its memory, even after empty_cache(), until it is destroyed, like torch's. */
 struct mem_pool {
     mem_pool(const py::object &, bool, bool, bool) : id(new_pool()) {
         keep_pool(id);
@@ -154,9 +153,9 @@ struct mem_pool {
     pool_id id;
 };
 
-static PyObject *resize_on_cpu; /* owned for ever */
+static PyObject *resize_on_cpu; /* owned, never released */
 
-/* A method of C, as torch's own: nothing is run by the interpreter in it, where a signal would be handled. */
+/* A C method, like torch's: the interpreter runs no code inside, so no signal is handled there. */
 static PyObject *storage_resize(PyObject *self, PyObject *nbytes) {
     HANDLE_TH_ERRORS
     c10::StorageImpl *storage = THPStorage_Unpack(self).unsafeGetStorageImpl();
@@ -209,7 +208,7 @@ static void bind_memory(py::module_ &module) {
     module.def("beginAllocateToPool",
                [](int device, id_pair id) { begin_pool(device, {id.first, id.second}); });
     module.def("endAllocateToPool", [](int device, id_pair id) { end_pool(device, {id.first, id.second}); });
-    module.def("releasePool", [](int, id_pair) {}); /* its free memory is given back with the rest's */
+    module.def("releasePool", [](int, id_pair) {}); /* empty_cache() frees its memory */
     module.def("replace_storage_resize", &replace_storage_resize);
     module.def("default_generator", [](int device) { return default_generator(device); });
     py::class_<mem_pool>(module, "MemPool")
@@ -247,7 +246,7 @@ static void bind_graphs(py::module_ &module) {
             py::arg("pool") = py::none(), py::arg("capture_error_mode") = "global")
         .def("capture_end", &graph::end)
         .def("instantiate", [](graph &) {})
-        /* replays draw on from the device's */
+        /* replays use the device's generator */
         .def("register_generator_state", [](graph &, const py::object &) {})
         .def("replay", [](graph &self) { self.replay(current_stream(current_device())); })
         .def("reset", &graph::reset)

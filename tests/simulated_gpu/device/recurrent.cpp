@@ -1,5 +1,4 @@
-/* The cells of recurrent modules, which torch computes by one kernel each on a GPU, and by several operators
- * on the CPU. */
+/* Cells of recurrent modules. torch has one kernel for each on a GPU, and several operators on the CPU. */
 #include <ATen/ATen.h>
 #include <torch/library.h>
 

@@ -48,13 +48,13 @@ void leave_device() {
 enum { STREAMS_PER_POOL = 32 };
 
 struct all_streams {
-    std::deque<stream> list; /* an agent's is at its number less one */
+    std::deque<stream> list; /* the stream of agent i is list[i - 1] */
     stream *default_of[MOST_DEVICES];
-    std::vector<stream *> pools[MOST_DEVICES][2]; /* by priority: 0, and high */
+    std::vector<stream *> pools[MOST_DEVICES][2]; /* by priority: default, high */
     size_t next[MOST_DEVICES][2];
 };
 
-/* Made at first use and never unmade: threads of the process may outlive its static objects. */
+/* Created at first use and never destroyed: threads of the process may outlive its static objects. */
 static all_streams &streams() {
     static all_streams *made = new all_streams{};
     return *made;

@@ -6,8 +6,7 @@ using at::Tensor;
 
 enum { MOST_RANGES = 512 };
 
-/* Dimensions of a tensor without those along which it does not move, innermost first: strides and sizes in
- * elements. */
+/* (stride, size) in elements of the dimensions with a stride and more than one element, innermost first. */
 static std::vector<std::pair<int64_t, int64_t>> moving_dims(const Tensor &tensor) {
     std::vector<std::pair<int64_t, int64_t>> dims;
     for (int64_t d = 0; d < tensor.dim(); d++) {

@@ -1,5 +1,4 @@
-/* What the files on torch's side share: tensors and streams of device type CUDA, seen as those of streams.h
- * and memory.h. */
+/* Helpers for the files that use torch: tensors and streams of device type CUDA on streams.h and memory.h. */
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -18,25 +17,25 @@ inline c10::Device device_of_index(int index) {
 stream *stream_of(c10::Stream stream);
 c10::Stream torch_stream(stream *which);
 
-/* The tensor's bytes, range by range where these are few. */
+/* Record the access to the tensor's bytes, range by range, or as one range if there are many. */
 void touch(launch &launch, const at::Tensor &tensor, enum access how);
 
-/* For the operators: that of the CPU, or one without memory where nothing is computed. */
+/* Return the storage for a CPU kernel: on the same memory, or a meta storage if operators run on shapes. */
 c10::Storage working_storage_of(const c10::Storage &storage);
-double nbytes_of(const at::Tensor &tensor); /* that it moves: what is expanded counts once */
+double nbytes_of(const at::Tensor &tensor); /* an expanded dimension counts once */
 
-/* Fresh memory, on the current stream of the device; what was there is copied on that stream. */
+/* Allocate new memory and copy the old bytes, both on the device's current stream. */
 void resize_storage(c10::StorageImpl *storage, size_t nbytes);
 
-/* As what torch does when the host has to wait: torch.cuda.set_sync_debug_mode has its say first. */
+/* Make the host wait, and warn or raise first as torch.cuda.set_sync_debug_mode demands. */
 void wait_as_torch(stream *until);
 extern int sync_debug_mode; /* 0: default, 1: warn, 2: error */
 
-/* Random numbers of a device come from a generator of the CPU inside that of the device. */
+/* A generator of the device wraps a CPU generator. */
 const at::Generator &default_generator(int device);
 at::Generator cpu_generator_in(const at::Generator &generator);
 
-/* While it lives, what the CPU draws without being given a generator are the numbers of a device. */
+/* While an object lives, the CPU's default generator draws the device's random numbers. */
 class drawing_from {
   public:
     explicit drawing_from(int device);

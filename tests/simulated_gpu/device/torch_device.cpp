@@ -1,5 +1,4 @@
-/* What torch asks of a device type: memory, streams, events, generators and hooks, for CUDA in a torch built
- * for the CPU. */
+/* Device type CUDA for a torch built for the CPU: memory, streams, events, generators and hooks. */
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -345,7 +344,7 @@ static std::unique_ptr<at::CUDAHooksInterface> make_hooks(at::CUDAHooksArgs) {
     return std::make_unique<hooks>();
 }
 
-/* Before anything asks: torch keeps the first answer. */
+/* Register when the library is loaded, because torch caches the first result. */
 [[maybe_unused]] static const bool registered = [] {
     const uint8_t highest_priority = 255;
     c10::SetAllocator(c10::kCUDA, &allocator_of_device, highest_priority);
@@ -356,7 +355,7 @@ static std::unique_ptr<at::CUDAHooksInterface> make_hooks(at::CUDAHooksArgs) {
 
 } // namespace simulated_gpu
 
-/* What ahead-of-time compiled code, and fsdp_c, finds in libtorch_cuda. */
+/* Function of libtorch_cuda that fsdp_c and ahead-of-time compiled code call. */
 extern "C" DEVICE_API int32_t aoti_torch_get_current_cuda_stream(int32_t device, void **stream) {
     *stream = simulated_gpu::handle_of(simulated_gpu::current_stream(device));
     return 0;

@@ -1,8 +1,8 @@
-"""Puts the simulated device where torch's Python looks for CUDA: torch.cuda's own code runs on top of it.
+"""Install the simulated device under torch.cuda, whose own Python code then runs on it.
 
-``wait_for_torch`` is called before torch is imported, and acts just before three of torch's modules are:
-torch._C asks for the hooks of CUDA as it is made and keeps the answer, so the library is loaded before;
-torch.cuda takes what it finds in torch._C; distributed_c10d looks for ProcessGroupNCCL.
+``wait_for_torch`` is called before torch is imported, and acts just before the import of three modules:
+torch._C, which caches the CUDA hooks, so the library must be loaded first; torch.cuda, which uses the
+functions of torch._C; and distributed_c10d, which looks for ProcessGroupNCCL.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FUNCTIONS = (
 
 
 def reports() -> list[str]:
-    """What the race detector has found since the last call."""
+    """Return the race detector's reports since the last call."""
     return library().take_reports()
 
 
 def driver_calls() -> dict[str, int]:
-    """Calls of the driver since the start: events, launches, and blocks taken from the allocator."""
+    """Return the numbers of event calls, launches and allocations since the start."""
     import torch
 
     native = library()
@@ -45,32 +45,25 @@ def driver_calls() -> dict[str, int]:
 
 
 def log_order(on: bool) -> None:
-    """Keep what is ``ordered``, beginning with nothing: call it when the host knows the device to be
-    through."""
+    """Start an empty log for ``ordered``, or stop it. Call it after a synchronisation of the device."""
     library().log_order(on)
 
 
 def ordered() -> list[tuple[str, int, dict[int, int]]]:
-    """What has been done since: each launch and allocation, its stream, and how much of each stream's work is
-    before.
+    """Return each logged launch and allocation, its agent, and the launches of each agent that come before.
 
-    Streams by their ids, the default ones' too; 0 is the host. Work is counted in launches since the log
-    began, with the launch itself.
+    An agent is the host (0) or a stream. Launches are counted since the log began, with the launch itself.
     """
     return library().order_so_far()
 
 
 def drop_wait(nth: int) -> None:
-    """Leave out the nth wait of a stream, or of the host, for an event from now on, of those asked of the
-    driver.
-
-    -1: none.
-    """
+    """Drop the nth wait for an event through the driver from now on, of a stream or the host; -1: none."""
     library().drop_wait(nth)
 
 
 def waits() -> int:
-    """How many such waits there were."""
+    """Return the number of waits for events through the driver so far."""
     return library().waits_so_far()
 
 
@@ -82,7 +75,7 @@ def wait_for_torch() -> None:
 
 
 class _Watcher:
-    """Finds no module; acts before some are found by others."""
+    """Import hook that finds no module itself, and runs a function before certain imports."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         action = _ACTIONS.get(name)
@@ -95,7 +88,7 @@ def _load_library() -> None:
 
 
 def library() -> Any:
-    """The library as a module of Python."""
+    """Return the device's library as a Python module."""
     found = sys.modules.get("_C_of_simulated_gpu")
     if found is None:
         spec = importlib.util.spec_from_file_location("_C", LIBRARY)
@@ -219,7 +212,7 @@ def _event_class(torch: Any, native: Any) -> type:
 
 
 def _replace_storage_functions(torch: Any, native: Any) -> None:
-    """The two functions of storages that a torch for the CPU is compiled without CUDA's part of."""
+    """Replace the two storage functions whose CUDA part a torch for the CPU lacks."""
     base = torch._C.StorageBase
     from torch.storage import UntypedStorage
 
@@ -243,10 +236,10 @@ def _before_distributed() -> None:
     register = c10d.ProcessGroup._register_backend
 
     def _register_backend(group: Any, device: Any, kind: Any, backend: Any = None) -> None:
-        """gloo of a torch for the CPU ends the process on a tensor of a GPU."""
+        """Wrap gloo, which in a torch for the CPU ends the process on a tensor of a GPU."""
         if device.type == "cuda" and isinstance(backend, c10d.ProcessGroupGloo):
             backend = c10d.ProcessGroupNCCL.of_gloo(backend)
-            kind = c10d.ProcessGroup.BackendType.CUSTOM  # a group has one backend of a kind
+            kind = c10d.ProcessGroup.BackendType.CUSTOM  # a group has one backend of each type
         register(group, device, kind, backend)
 
     c10d.ProcessGroup._register_backend = _register_backend

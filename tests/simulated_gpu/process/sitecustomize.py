@@ -1,5 +1,4 @@
-"""Run by Python as it starts, where this folder is on PYTHONPATH: the simulated GPU is there before torch
-is."""
+"""Install the simulated GPU before torch is imported, in a Python with this folder on PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ if os.environ.get("SIMULATED_GPU"):
 
     simulated_gpu.wait_for_torch()
 
-# Another sitecustomize, which this one hides, has its turn.
+# Run the sitecustomize that this one hides.
 _here = Path(__file__).resolve().parent
 _other = PathFinder.find_spec("sitecustomize", [path for path in sys.path if Path(path).resolve() != _here])
 if _other is not None and _other.loader is not None:
