@@ -1,5 +1,5 @@
-# `make demo` and `make test` do all the set-up; both may be called again and again.
-# Everything they install goes to .venv. PYTHON=... names the interpreter that .venv is made from.
+# `make demo` and `make test` set up everything they need, in .venv, and may be repeated.
+# PYTHON=... selects the interpreter for .venv.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -16,7 +16,7 @@ PY_FILES := fsdp_c tests tests/newcomer benchmarks examples docs setup.py
 help:
 	@sed -En 's/^([a-z-]+):.* ## (.*)/make \1\t\2/p' Makefile | expand -t 24
 
-# The environment: one stamp per step, newer than the files that the step reads.
+# The environment. Each step has a stamp, newer than the files that the step reads.
 $(VENV)/.made:
 	@command -v cc >/dev/null || { echo 'error: no C compiler found (cc): install gcc or clang' >&2; exit 1; }
 	@for python in $(if $(PYTHON),"$(PYTHON)",$(CANDIDATES)); do \
@@ -40,7 +40,7 @@ $(VENV)/.installed: $(VENV)/.requirements setup.py pyproject.toml
 	$(PIP) --no-build-isolation --no-deps -e .
 	@touch $@
 
-# Always called: setup.py knows which objects are stale, also by their headers and flags.
+# Always runs: setup.py finds the stale objects, by sources, headers and flags.
 build: $(VENV)/.installed ## compile the extension in place
 	$(BIN)/python setup.py -q build_ext --inplace
 
@@ -51,8 +51,8 @@ demo: build ## train the example language model on 2 ranks: RANKS=4 DEMO_FLAGS="
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_lm.py \
 	    --out "$(DEMO_OUT)" $(if $(findstring --resume,$(DEMO_FLAGS)),,--overwrite) $(DEMO_FLAGS)
 
-# `make test` takes all of QUICK, and of each file of LONG and ON_GPU one test in PART, always the same ones, none of them marked slow.
-# `make test-all` takes the others too. WORKERS tests run beside each other.
+# `make test` runs all of QUICK, and one test in PART of each file of LONG and ON_GPU: a fixed choice without tests marked slow.
+# `make test-all` also runs the others. WORKERS tests run in parallel.
 QUICK := tests/test_architecture.py tests/unit tests/native tests/parity/test_differences.py --ignore tests/native/test_cuda.py
 LONG := tests/distributed tests/parity tests/faults tests/native/test_cuda.py --ignore tests/parity/test_differences.py
 ON_GPU := tests/cuda tests/simulated_gpu tests/races benchmarks/timeline
@@ -64,18 +64,18 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --shard $(SHARD)
 # A simulated GPU (docs/testing.md), built into build/simulated_gpu when stale.
 SIMULATED = $(BIN)/python -m tests.simulated_gpu -m pytest -n $(WORKERS) --shard $(SHARD)
 
-test: build ## the quick tests, and a part of the others that meets every file of the product
+test: build ## the quick tests, and a fixed part of the others that covers every file of the product
 	$(PYTEST) $(QUICK)
 	$(PYTEST) --part $(PART) $(LONG)
 	$(SIMULATED) --part $(PART) $(ON_GPU)
 	$(SIMULATED) --part 1000 --device cuda $(ON_ANY_DEVICE)
 
-# Fuzzers draw at random for AT_RANDOM seconds each, from SEED. Commands other than pytest belong to the first shard.
+# Each fuzzer runs for AT_RANDOM seconds, with SEED. Commands other than pytest run in the first shard.
 AT_RANDOM ?= 60
 SEED ?=
 RAISING := tests/unit/test_types.py tests/unit/test_threads.py tests/unit/test_arguments.py \
     tests/unit/test_errors.py
-test-all: test $(VENV)/.clients ## all tests, with the libraries that people use and the wheel; SHARD=1/4 is one of four parts
+test-all: test $(VENV)/.clients ## all tests, with client libraries and the wheel; SHARD=1/4 runs one of four parts
 	$(PYTEST) --rest $(PART) $(LONG)
 	$(SIMULATED) --rest $(PART) $(ON_GPU)
 	$(SIMULATED) --part 24 --device cuda $(ON_ANY_DEVICE)
@@ -92,16 +92,16 @@ ifeq ($(firstword $(subst /, ,$(SHARD))),1)
 	.ci/wheel quick
 endif
 
-# CUDA_PYTHON=python3 takes that interpreter with its torch, setuptools and pytest: no .venv is made, and nothing is fetched.
+# CUDA_PYTHON=python3 uses that interpreter with its torch, setuptools and pytest, without .venv and downloads.
 CUDA_PYTHON ?= $(BIN)/python
-test-gpu: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(VENV)/.installed) ## tests on a GPU: needs nvcc and a torch with CUDA, perhaps that of CUDA_PYTHON=python3
+test-gpu: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(VENV)/.installed) ## tests on a GPU: needs nvcc and a CUDA build of torch, e.g. that of CUDA_PYTHON=python3
 	FSDP_C_CUDA=1 $(CUDA_PYTHON) setup.py -q build_ext --inplace
 	$(CUDA_PYTHON) -m pytest tests/cuda
 
-# torch's own CUDA build over a driver without a GPU (docs/testing.md). Needs nvcc. The environment is made once.
+# torch's CUDA build on a fake driver, without a GPU (docs/testing.md). Needs nvcc. The environment is created once.
 CUDA_BUILD_PART ?= 12
 ON_CUDA_BUILD := $(BIN)/python -m tests.real_cuda -m pytest
-test-cuda-build: build ## tests on a CUDA build of torch without a GPU, in an environment of its own: 5 GB
+test-cuda-build: build ## tests on a CUDA build of torch without a GPU, in a separate environment of 5 GB
 	FAKE_CUDA_LATE=1 $(ON_CUDA_BUILD) tests/cuda
 	$(ON_CUDA_BUILD) tests/real_cuda
 	$(ON_CUDA_BUILD) --device cuda --part $(CUDA_BUILD_PART) $(ON_ANY_DEVICE)
@@ -129,13 +129,13 @@ docs: build ## the pages of docs/ and the API reference as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q
 	@echo 'build/site/index.html'
 
-wheel: $(VENV)/.installed ## sdist and wheel with CUDA kernels, tried without a compiler, in dist
+wheel: $(VENV)/.installed ## build sdist and wheel with CUDA kernels in dist, and test them without a compiler
 	.ci/wheel
 
-bench: build ## host overhead beside FSDP1 and FSDP2
+bench: build ## compare host overhead with FSDP1 and FSDP2
 	$(BIN)/python -m benchmarks.host_overhead
 
-clean: ## remove what was built; .venv and runs/ stay
+clean: ## remove build products; .venv and runs/ stay
 	rm -rf build dist *.egg-info fsdp_c/*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	rm -f $(VENV)/.installed
 	find csrc fsdp_c tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

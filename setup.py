@@ -1,15 +1,18 @@
-"""Builds fsdp_c._C: every C file under csrc/ in one abi3 extension module, with setuptools alone.
+"""Build fsdp_c._C, one abi3 extension module of all C files under csrc/, with setuptools only.
 
-torch is not needed here: its symbols are found when the module is imported. Where nvcc stands, the CUDA
-kernels become fsdp_c/_cuda13.so, of nvcc's major version, a library of its own that is loaded only with a
-torch of that CUDA. `setup.py build_cuda` makes it alone.
+The build does not need torch: the module resolves torch's symbols at import. With nvcc, the CUDA kernels
+become a separate library, fsdp_c/_cuda13.so for nvcc 13, which is loaded only with a torch of that CUDA
+version. `setup.py build_cuda` builds only this library.
 
-Environment: FSDP_C_WERROR=1 makes warnings errors, FSDP_C_OPT="-O0 -g" replaces the optimisation flags,
-FSDP_C_SANITIZE="address,undefined" instruments the module, FSDP_C_CHECK=1 has it check its invariants, as
-instrumented ones do, FSDP_C_JOBS sets how many files compile at once.
-FSDP_C_OLD_GLIBC=1 makes a module for C libraries older than this machine's, for wheels: see .ci/wheel.
-FSDP_C_CUDA=0 leaves the CUDA kernels out and 1 demands them; otherwise they are built where nvcc is found and
-fits the installed torch. FSDP_C_CUDA_ARCHS="90" replaces the architectures.
+Environment variables:
+FSDP_C_WERROR=1      make warnings errors
+FSDP_C_OPT           replace the optimisation flags, e.g. "-O0 -g"
+FSDP_C_SANITIZE      instrument the module, e.g. "address,undefined"; implies FSDP_C_CHECK
+FSDP_C_CHECK=1       check invariants at run time
+FSDP_C_JOBS          number of parallel compilers
+FSDP_C_OLD_GLIBC=1   build for older C libraries than this machine's: see .ci/wheel
+FSDP_C_CUDA          0 skips the CUDA kernels, 1 demands them; by default nvcc must exist and fit torch
+FSDP_C_CUDA_ARCHS    replace the GPU architectures, e.g. "90"
 """
 
 import importlib.util
@@ -29,7 +32,7 @@ from pathlib import Path
 from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 
-# [Note: exact arithmetic] Results are compared with torch's bit for bit, so no product and sum may be fused.
+# [Note: exact arithmetic] Results must equal torch's bit for bit, so no product and sum may be fused.
 COMPILE_FLAGS = [
     "-std=c11",
     "-ffp-contract=off",
@@ -41,7 +44,7 @@ COMPILE_FLAGS = [
 ]
 LINK_FLAGS = ["-pthread", "-ldl", "-lm"]
 OPTIMISATION = "-O3 -fno-plt"
-# Functions whose signature is CPython's or torch's do not use every parameter.
+# Unused parameters are allowed: CPython and torch prescribe signatures.
 STRICT_FLAGS = [
     "-Wall",
     "-Wextra",
@@ -54,12 +57,12 @@ STRICT_FLAGS = [
 
 
 def is_on(setting: str) -> bool:
-    """Whether the environment has this setting, and not as "0"."""
+    """Return True if the environment variable is set, to anything but "0"."""
     return os.environ.get(setting, "0") not in ("", "0")
 
 
 def flags_from_environment() -> tuple[list[str], list[str]]:
-    """Compile and link flags that the environment asks for."""
+    """Return the compile and link flags that the environment variables select."""
     compile_flags = shlex.split(os.environ.get("FSDP_C_OPT", OPTIMISATION))
     link_flags: list[str] = []
     if is_on("FSDP_C_WERROR"):
@@ -76,13 +79,13 @@ def flags_from_environment() -> tuple[list[str], list[str]]:
 
 
 def link_time_flags(compiler: list[str]) -> list[str]:
-    """Those with which ``compiler`` optimises across files; none where it, or its linker, cannot.
+    """Return flags for link-time optimisation, empty if the compiler or its linker does not support it.
 
-    They save a twelfth of the host instructions that a unit adds to a step.
+    The optimisation saves a twelfth of the host instructions per unit and step.
     """
     flags = ["-flto=auto"]
     if is_on("FSDP_C_OLD_GLIBC"):
-        flags.append("-flto-partition=one")  # csrc/base/old_glibc.h is heeded in no other
+        flags.append("-flto-partition=one")  # other partitionings ignore csrc/base/old_glibc.h
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "probe.c").write_text("int probe(void) {\n    return 0;\n}\n")
         command = [*compiler, "-fPIC", "-shared", *flags, "probe.c", "-o", "probe.so"]
@@ -93,7 +96,9 @@ def link_time_flags(compiler: list[str]) -> list[str]:
 
 @contextmanager
 def link_temporaries_in(folder: str) -> Iterator[None]:
-    """gcc optimises across files by a makefile. Spaces and quotes in TMPDIR and the output's path break it."""
+    """Set TMPDIR in the body: gcc's link-time optimisation writes a makefile there, and spaces or quotes in
+    TMPDIR or the output's path break it.
+    """
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = folder
     try:
@@ -106,24 +111,24 @@ def link_temporaries_in(folder: str) -> Iterator[None]:
 
 
 def version() -> str:
-    """The version that the package says it has."""
+    """Return the package's ``__version__``."""
     (found,) = re.findall(r'^__version__ = "(.+)"', Path("fsdp_c/__init__.py").read_text(), re.MULTILINE)
     return found
 
 
 def c_sources() -> list[str]:
-    """The C files of the extension."""
+    """Return the C files of the extension."""
     return sorted(path.as_posix() for path in Path("csrc").rglob("*.c"))
 
 
 def headers_of(depfile: Path) -> list[str]:
-    """The files an object was made from, as the compiler's -MMD wrote them down."""
+    """Return the files that an object depends on, from the compiler's -MMD output."""
     names = re.split(r"(?<!\\)\s+", depfile.read_text().replace("\\\n", " ").partition(": ")[2].strip())
     return [re.sub(r"\\([ #])", r"\1", name).replace("$$", "$") for name in names]
 
 
 def is_stale(target: Path, inputs: list[str]) -> bool:
-    """True if ``target`` is missing or older than any input, or an input has gone."""
+    """Return True if ``target`` is missing or older than an input, or an input is missing."""
     if not target.exists():
         return True
     built = target.stat().st_mtime_ns
@@ -131,13 +136,13 @@ def is_stale(target: Path, inputs: list[str]) -> bool:
 
 
 def object_is_stale(source: str, obj: Path) -> bool:
-    """True unless the object is newer than its source and every header that went into it."""
+    """Return True unless the object is newer than its source and all its headers."""
     depfile = obj.with_suffix(".d")
     return not depfile.exists() or is_stale(obj, [source, *headers_of(depfile)])
 
 
 def forget_other_command(folder: Path, command: str) -> None:
-    """Remove objects built by another command line: their times say nothing about it."""
+    """Remove objects built by a different command line, which their timestamps do not show."""
     stamp = folder / "flags.json"
     if stamp.exists() and stamp.read_text() == command:
         return
@@ -148,18 +153,17 @@ def forget_other_command(folder: Path, command: str) -> None:
 
 
 class IncrementalBuild(build_ext):
-    """build_ext that compiles only what changed, headers and flags included, several files at once; then
-    build_cuda."""
+    """build_ext that compiles only stale files, in parallel, and then runs build_cuda."""
 
     def run(self) -> None:
-        """Build the extension, and the CUDA kernels beside it."""
+        """Build the extension, and the CUDA kernels into the same folder."""
         super().run()
         cuda = self.get_finalized_command("build_cuda")
         cuda.folder = str(Path(self.get_ext_fullpath("fsdp_c._C")).parent)
         self.run_command("build_cuda")
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile the stale sources of ``ext`` and link them when anything is newer than the module."""
+        """Compile the stale sources of ``ext``, and link if an object is newer than the module."""
         if "FSDP_C_OPT" not in os.environ and "FSDP_C_SANITIZE" not in os.environ:
             flags = link_time_flags(self.compiler.compiler_so)
             ext.extra_compile_args, ext.extra_link_args = (
@@ -189,7 +193,7 @@ class IncrementalBuild(build_ext):
             shutil.move(made, target)
 
     def compile_one(self, ext: Extension, source: str) -> None:
-        """Compile one source; an error of the compiler ends the build."""
+        """Compile one source. A compiler error ends the build."""
         self.compiler.compile(
             [source],
             output_dir=self.build_temp,
@@ -213,30 +217,29 @@ CUDA_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
 
 
 def find_nvcc() -> str | None:
-    """The CUDA compiler: on the path, under CUDA_HOME, or where its installer puts it."""
+    """Return the CUDA compiler from PATH, CUDA_HOME, CUDA_PATH or the installer's default folder."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     candidates = [shutil.which("nvcc"), *(f"{home}/bin/nvcc" for home in homes if home)]
     return next((path for path in candidates if path and os.access(path, os.X_OK)), None)
 
 
 def ask_nvcc(nvcc: str, question: str, pattern: str) -> list[str]:
-    """All that ``pattern`` finds in nvcc's answer."""
+    """Return all matches of ``pattern`` in nvcc's output for the option."""
     return re.findall(
         pattern, subprocess.run([nvcc, question], capture_output=True, text=True, check=True).stdout
     )
 
 
 def cuda_major(nvcc: str) -> str:
-    """nvcc's major version, which torch's has to be."""
+    """Return nvcc's major version, which must equal that of torch's CUDA."""
     (major,) = ask_nvcc(nvcc, "--version", r"release (\d+)\.")
     return major
 
 
 def cuda_of_torch() -> str | None:
-    """The CUDA version of the installed torch, "" for one without, None where there is no torch: read, not
-    imported.
+    """Return the CUDA version of the installed torch, "" for a CPU build, None without torch.
 
-    pip builds where the packages of the environment cannot be imported, and installs among them.
+    The version is read from a file: under pip's build isolation torch cannot be imported.
     """
     found = importlib.util.find_spec("torch")
     folders = [*(found.submodule_search_locations or ())] if found else []
@@ -249,7 +252,7 @@ def cuda_of_torch() -> str | None:
 
 
 def why_no_cuda(nvcc: str | None, demanded: bool) -> str | None:
-    """The reason not to build the CUDA kernels, or None."""
+    """Return the reason not to build the CUDA kernels, or None."""
     if nvcc is None:
         return "nvcc is not found: put it on the path, or set CUDA_HOME"
     of_torch = cuda_of_torch()
@@ -262,8 +265,8 @@ def why_no_cuda(nvcc: str | None, demanded: bool) -> str | None:
 
 
 def cuda_arch_flags(nvcc: str) -> list[str]:
-    """Machine code for every architecture of the list that this nvcc knows, and PTX of the newest for those
-    to come."""
+    """Return flags for machine code of each architecture that nvcc supports, and PTX of the newest for later
+    GPUs."""
     known = ask_nvcc(nvcc, "--list-gpu-code", r"sm_(\d+)\b")
     wanted = os.environ.get("FSDP_C_CUDA_ARCHS", "").split() or [arch for arch in CUDA_ARCHS if arch in known]
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in wanted]
@@ -271,12 +274,12 @@ def cuda_arch_flags(nvcc: str) -> list[str]:
 
 
 def cuda_size_flags(nvcc: str) -> list[str]:
-    """A quarter of the size, where every driver that the toolkit runs with can read it."""
+    """Return flags that compress the code to a quarter, if every driver of this toolkit can read it."""
     return ["--compress-mode=size"] if int(cuda_major(nvcc)) >= 13 else []
 
 
 class BuildCuda(Command):
-    """Compile csrc/kernels/*.cu into fsdp_c/_cuda13.so, or say why not."""
+    """Compile csrc/kernels/*.cu into fsdp_c/_cuda13.so, or print the reason why not."""
 
     description = "build the CUDA kernels"
     user_options = [
@@ -285,15 +288,15 @@ class BuildCuda(Command):
     ]
 
     def initialize_options(self) -> None:
-        """Set the defaults: in place."""
+        """Set the defaults, which build in place."""
         self.folder = "fsdp_c"
         self.build_temp = "build/cuda"
 
     def finalize_options(self) -> None:
-        """Nothing depends on another option."""
+        """Do nothing: no option depends on another."""
 
     def run(self) -> None:
-        """Build what is stale. RuntimeError where FSDP_C_CUDA=1 demands what cannot be built."""
+        """Build stale files. Raises RuntimeError if FSDP_C_CUDA=1 and the kernels cannot be built."""
         setting = os.environ.get("FSDP_C_CUDA", "")
         nvcc = find_nvcc()
         reason = "FSDP_C_CUDA=0" if setting == "0" else why_no_cuda(nvcc, setting == "1")
@@ -305,7 +308,7 @@ class BuildCuda(Command):
         print(f"fsdp_c: built for the CPU, without CUDA kernels ({reason})")
 
     def build(self, nvcc: str) -> None:
-        """Compile the stale sources, several at once, and link."""
+        """Compile the stale sources in parallel, and link."""
         strict = is_on("FSDP_C_WERROR")
         warnings = CUDA_STRICT_FLAGS if strict else []
         command = [nvcc, *CUDA_FLAGS, *warnings, *cuda_size_flags(nvcc), *cuda_arch_flags(nvcc)]
@@ -328,7 +331,7 @@ class BuildCuda(Command):
             subprocess.run([*linking, "-o", str(target)], check=True)
 
     def compile_one(self, command: list[str], source: Path, obj: Path) -> None:
-        """Compile one source; its headers are written beside the object."""
+        """Compile one source, and write its dependencies beside the object."""
         depfile = obj.with_suffix(".d")
         subprocess.run([*command, "-MMD", "-MF", str(depfile), "-c", str(source), "-o", str(obj)], check=True)
 

@@ -70,11 +70,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "slow: not in --part N: starts torchrun, or takes longer than 10 s, as others do the same"
     )
-    assert "tests.settings" not in sys.modules  # which reads the environment once
+    assert "tests.settings" not in sys.modules  # it reads the environment at import
     for name in ("device", "exhaustive", "width"):
         if (value := config.getoption(name)) is not None:
             os.environ[f"FSDP_C_TEST_{name.upper()}"] = str(value)
-    if not is_worker(config):  # what tests, their ranks and commands leave lies in one folder
+    if not is_worker(config):  # one folder for all files of tests, ranks and commands
         tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="fsdp_c-tests-")
         Path(tempfile.tempdir).chmod(0o755)  # some tests change to another user
 
@@ -102,8 +102,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _part(items: list[pytest.Item], part: int) -> set[pytest.Item]:
-    """Of each file one test in ``part``, and at least one, of those that are not marked slow: the tests whose
-    names have the least checksums."""
+    """Return one test in ``part`` of each file, at least one, without tests marked slow.
+
+    The tests with the smallest checksums of their names are chosen, so the choice is stable.
+    """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow") is None:
@@ -121,11 +123,11 @@ def _checksum(item: pytest.Item) -> int:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """End the ranks, and remove the session's temporary folder unless a test has failed."""
-    from tests import ranks  # which reads the settings
+    from tests import ranks  # it reads the settings at import
 
     ranks.close_pools()
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("shard") != (1, 1):
-        session.exitstatus = pytest.ExitCode.OK  # the others have them
+        session.exitstatus = pytest.ExitCode.OK  # the tests are in other shards
     if not is_worker(session.config) and not session.testsfailed:
         # runs after multiprocessing has removed its own folder at exit
         Finalize(None, shutil.rmtree, args=[tempfile.gettempdir(), True], exitpriority=-200)

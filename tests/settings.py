@@ -1,7 +1,7 @@
 """Settings of a test run: options of pytest, which tests/conftest.py puts into the environment for rank processes
 and other child processes.
 
-FSDP_C_TEST_PATIENCE=3 is no option, as fuzzers read it too: timeouts are three times as long.
+FSDP_C_TEST_PATIENCE=3 makes timeouts three times as long. It is not an option, because fuzzers read it, too.
 """
 
 from __future__ import annotations
