@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """The least times, in microseconds."""
+    """Shortest times of one kernel at one size, in microseconds."""
 
     kernel: str
     mb: float  # size of the tensor in fp32

@@ -18,7 +18,7 @@ enum backward_prefetch { PREFETCH_NONE, PREFETCH_BACKWARD_PRE, PREFETCH_BACKWARD
 
 /* Settings of a unit's steps. */
 struct unit_options {
-    int backward_prefetch; /* of enum backward_prefetch; the others are truths */
+    int backward_prefetch; /* enum backward_prefetch; the other fields are booleans */
     int cast_forward_inputs, cast_root_forward_inputs, forward_prefetch, limit_all_gathers;
     int full_precision_in_eval; /* FSDP_USE_FULL_PREC_IN_EVAL */
 };
@@ -27,8 +27,8 @@ struct unit_options {
 struct config {
     PyObject *shard_group, *replicate_group /* or None */, *device;
     PyObject *param_dtype, *reduce_dtype; /* or None */
-    int strategy;                         /* of enum sharding_strategy */
-    int use_orig_params, offload_params, keep_low_precision_grads, skip_writeback_check, verbose; /* truths */
+    int strategy;                         /* enum sharding_strategy */
+    int use_orig_params, offload_params, keep_low_precision_grads, skip_writeback_check, verbose; /* bools */
     double predivide, postdivide;
     struct unit_options options;
 };

@@ -23,7 +23,7 @@
 static const bool grad_allowed[GRAD_KINDS][GRAD_KINDS] = {
     [GRAD_NONE] = {[GRAD_NONE] = true,        /* the user set no gradient */
                    [GRAD_SHARDED] = true,     /* a reduced gradient is exposed */
-                   [GRAD_UNSHARDED] = true},  /* after no_sync */
+                   [GRAD_UNSHARDED] = true},  /* a backward ended under no_sync */
     [GRAD_SHARDED] = {[GRAD_NONE] = true,     /* stashed in a backward, or cleared by the user */
                       [GRAD_SHARDED] = true}, /* replaced by the user */
     [GRAD_UNSHARDED] = {[GRAD_NONE] = true,   /* packed, cleared by the user, or consumed by hooks */

@@ -82,7 +82,7 @@ struct grads {
 void grads_init(struct grads *grads, const struct config *config);
 void grads_fini(struct grads *grads);
 int grads_visit(const struct grads *grads, visitproc visit, void *arg);
-int grads_lazy_init(struct grads *grads); /* after storage_follow_shard. 0 or -1 */
+int grads_lazy_init(struct grads *grads); /* call after storage_follow_shard. Returns 0 or -1 */
 
 /* ---- receive: grads.c ---- */
 
@@ -169,7 +169,7 @@ void grads_check(const struct grads *grads); /* assert the invariant under FSDP_
 int grads_begin_backward(struct grads *grads);
 /* Set .grad to None where it is the no_sync gradient, during a backward. Return 0 or -1. */
 int grads_unexpose_unsharded(struct grads *grads);
-int grads_restore_stashed(struct grads *grads); /* after an exception. 0 or -1 */
+int grads_restore_stashed(struct grads *grads); /* call after an exception. Returns 0 or -1 */
 /* Add gradients that autograd itself has accumulated into .grad during this backward to *shard; NULL counts
  * as zeros. Return 0 or -1. Without `shard`: return 1 if there are any, 0 or -1. */
 int grads_add_from_autograd(struct grads *grads, PyObject **shard);

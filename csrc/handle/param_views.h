@@ -10,7 +10,7 @@
 #include "handle/flat_param.h"
 
 enum exposed {
-    EXPOSED_NOTHING, /* before the first exposure, and during a change */
+    EXPOSED_NOTHING, /* the state before the first exposure, and during a change */
     /* use_orig_params: 1-D Parameters over the shard. Otherwise modules keep their views. */
     EXPOSED_SHARDED,
     EXPOSED_VIEWS,       /* tensors over the unsharded storage, with autograd history in a forward */

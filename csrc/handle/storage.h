@@ -120,7 +120,8 @@ int storage_leave_device(struct storage *storage);
 
 /* Bind the storage to a root's streams and pool. NULL: memory is freed at once. */
 void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool, bool is_segment);
-/* Free what the root's streams hold after its last use, and use them no more. Call before the root is gone. */
+/* Free memory that waits for its last use on the root's streams, and unbind from the root. Call before the root is
+ * freed. */
 void storage_leave_root(struct storage *storage);
 
 /* Current stream of the compute device. */
@@ -129,8 +130,8 @@ const struct kernel_stream *storage_stream(const struct storage *storage);
  * Return 0 or -1. */
 int storage_apply(const struct storage *storage, elementwise_kernel *kernel, PyObject *output,
                   PyObject *input, double divisor, const char *operation);
-/* Make the current stream wait for `*work`, if there are streams, so that an event recorded on the stream
- * covers a backend with a stream of its own. Return 0, or -1 with *work NULL. */
+/* Make the current stream wait for `*work`, if there are streams, so that an event recorded on the stream also
+ * covers the work of a backend that has its own stream. Return 0, or -1 with *work NULL. */
 int storage_wait_in_stream(const struct storage *storage, PyObject **work);
 
 /* ---- storage.c: attributes that libraries read on torch's FlatParameter, under torch's names (_local_shard,

@@ -456,7 +456,7 @@ static int collect_param_grad(struct handle *handle, PyObject *flat_grad, const 
 int handle_collect_user_grads(struct handle *handle) {
     const struct flat_param *param = &handle->param;
     struct grads *grads = &handle->grads;
-    if (!grads->shard_sizes || grads->in_backward) /* before lazy init, or during a backward */
+    if (!grads->shard_sizes || grads->in_backward) /* true before lazy init, or during a backward */
         return 0;
     bool some = false;
     if (!param->use_orig_params) {

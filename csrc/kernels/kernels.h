@@ -20,7 +20,7 @@
 #define HOST_DEVICE
 #endif
 
-/* Element types. Kernels compute with those below DTYPE_COUNT; of the others only the size is known. */
+/* Element types. Kernels compute with the types below DTYPE_COUNT; the other types only have a known size. */
 enum dtype {
     DTYPE_FLOAT32,
     DTYPE_FLOAT64,
@@ -53,7 +53,7 @@ struct tensor_view {
     int32_t device_index;
     int32_t ndim;
     const int64_t *sizes;
-    const int64_t *strides; /* in elements; NULL for a contiguous tensor */
+    const int64_t *strides; /* unit: elements; NULL for a contiguous tensor */
 };
 
 /* The stream that kernels run on: a CUDA stream, or the CPU's threads. */

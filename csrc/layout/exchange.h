@@ -27,7 +27,7 @@ struct exchange_tensor {
 enum { EXCHANGE_RECEIVED = 0 };
 
 struct exchange_range {
-    int64_t source; /* index of a tensor in `sent`, of a source as above in `parts` */
+    int64_t source; /* in `sent`: index of a tensor; in `parts`: EXCHANGE_RECEIVED, or that index + 1 */
     int64_t start;
     int64_t nbytes;
 };

@@ -48,7 +48,7 @@ struct flat_layout {
     int64_t world_size;
     int64_t rank;
     bool sharded;
-    int64_t numel;              /* with alignment and divisibility padding, without right padding */
+    int64_t numel;              /* includes alignment and divisibility padding, excludes right padding */
     int64_t shard_numel;        /* elements of one chunk, the same on all ranks; numel when not sharded */
     int64_t padded_numel;       /* shard_numel * world_size; numel when not sharded */
     int64_t shard_start;        /* shard_numel * rank; may exceed numel */

@@ -57,7 +57,7 @@ int optional_end_backward(struct unit *enclosing);
  * enclosing units without gradients. Return 0 or -1. */
 int optional_reduce(struct unit *enclosing);
 int optional_reduce_all(struct runtime *runtime);
-void optional_abandon(struct unit *enclosing); /* after a failed forward; clears exceptions */
+void optional_abandon(struct unit *enclosing); /* call after a failed forward; clears exceptions */
 void optional_reset(struct unit *enclosing);   /* close after an exception in a step */
 
 /* Check that an optional unit may run, or may receive a gradient. Return 0, or -1 with RuntimeError. */

@@ -95,10 +95,10 @@ void schedule_drop_mark(struct schedule *schedule, struct unshard_mark *mark) {
 /* ---- state of the reduction ---- */
 
 static const bool reduction_allowed[REDUCTION_STATES][REDUCTION_STATES] = {
-    [REDUCTION_NONE] = {[REDUCTION_NONE] = true, /* after an exception */
+    [REDUCTION_NONE] = {[REDUCTION_NONE] = true, /* an exception */
                         [REDUCTION_PACKED] = true},
-    [REDUCTION_PACKED] = {[REDUCTION_ENQUEUED] = true, [REDUCTION_NONE] = true /* after an exception */},
-    [REDUCTION_ENQUEUED] = {[REDUCTION_NONE] = true}, /* finished, or after an exception */
+    [REDUCTION_PACKED] = {[REDUCTION_ENQUEUED] = true, [REDUCTION_NONE] = true /* an exception */},
+    [REDUCTION_ENQUEUED] = {[REDUCTION_NONE] = true}, /* finished, or an exception */
 };
 
 static const char *const reduction_names[REDUCTION_STATES] = {"REDUCTION_NONE", "REDUCTION_PACKED",
@@ -239,7 +239,7 @@ int schedule_finish_reduction(struct schedule *schedule, struct grads *grads) {
     enum stream_role role = finishes_on(schedule, grads);
     bool is_hybrid = role == STREAM_ALL_REDUCE;
     if (schedule->stepped_gradient && schedule_wait_reduced(schedule) < 0)
-        return -1; /* before the events are overwritten by this reduction */
+        return -1; /* the wait must precede this reduction, which overwrites the events */
     if (is_hybrid && (release_scattered_output(schedule) < 0 ||
                       stream_wait(streams, STREAM_ALL_REDUCE, schedule->scattered) < 0))
         return -1;

@@ -101,7 +101,7 @@ struct unit {
 /* Arguments of unit_init. References are borrowed for the call. */
 struct unit_spec {
     PyObject *module, *handle_object /* or NULL */, *name;
-    PyObject *segments; /* tuple of Unit objects without segments of their own */
+    PyObject *segments; /* tuple of Unit objects, which have no segments themselves */
     struct handle *handle;
     struct config config;
 };
@@ -125,7 +125,7 @@ int unit_visit(struct unit *unit, visitproc visit, void *arg);
 int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index);
 void unit_unbind(struct unit *unit);
 int unit_end_step(struct unit *unit);           /* clear all flags of a step, and become IDLE */
-int unit_remove_input_hooks(struct unit *unit); /* of a frozen unit */
+int unit_remove_input_hooks(struct unit *unit); /* remove reshard_hook of each flat parameter */
 void unit_set_sync_gradients(struct unit *unit, bool sync);
 /* Return the instance, or NULL without an exception if it was freed. New reference. */
 PyObject *unit_module(const struct unit *unit);
@@ -133,7 +133,7 @@ int unit_is_training(const struct unit *unit); /* 1 if the wrapped module is in 
 
 /* Write the phase; the only function that does. Return 0, or -1 with RuntimeError that names both phases. */
 int unit_set_phase(struct unit *unit, enum unit_phase phase);
-int unit_set_training_state(struct unit *unit, enum training_state state); /* of all flat parameters */
+int unit_set_training_state(struct unit *unit, enum training_state state); /* sets all flat parameters */
 /* Return the unit's handle, or the first one of its runtime, or NULL. */
 const struct handle *unit_handle_or_first(const struct unit *unit);
 long long unit_rank(const struct unit *unit); /* rank for messages, or -1 without any handle */
@@ -180,7 +180,7 @@ int unit_unshard_part(struct unit *part);               /* default of operations
 int unit_reshard(struct unit *part, bool free_storage); /* reshard one flat parameter */
 /* Select the unit's precision after the wrapped module's mode, under FSDP_USE_FULL_PREC_IN_EVAL. */
 int unit_precision_for_forward(struct unit *unit);
-void unit_record_precision(struct unit *unit);      /* after a forward that a backward can follow */
+void unit_record_precision(struct unit *unit);      /* call after a forward that a backward can follow */
 int unit_precision_for_backward(struct unit *unit); /* precision of the unit's forward */
 
 /* ---- reshard.c: time of reshards. Return 0, or -1 with an exception ---- */

@@ -25,8 +25,8 @@ struct data_guard {
 
 int data_guard_init_flags(void); /* Find the flags, once per process. 0, even when they are not found. */
 
-/* Initialise the guard of the storage of `tensor`, not set. Subclasses such as FakeTensor get none. 0 or
- * -1. */
+/* Initialise the guard of the storage of `tensor`, not set. Subclasses such as FakeTensor get no guard. Return 0
+ * or -1. */
 int data_guard_init(struct data_guard *guard, PyObject *tensor);
 void data_guard_set(struct data_guard *guard, bool is_set);
 

@@ -113,7 +113,7 @@ static int call(PyObject *function, const struct pool *pool) {
 int pool_enter(struct pool *pool) {
     if (!pool->pool)
         return 0;
-    num_entered++; /* before the call, which may collect garbage */
+    num_entered++; /* count before the call, which may run the garbage collector */
     pool->entered = call(pool->enter, pool) == 0;
     num_entered -= !pool->entered;
     return pool->entered ? 0 : -1;

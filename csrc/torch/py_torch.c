@@ -76,7 +76,7 @@ static int init_float16_rounding(void) {
 struct hook {
     PyObject_HEAD
     hook_function function;
-    hook_drop_function on_drop; /* NULL without one, and after the first call */
+    hook_drop_function on_drop; /* called once when the hook is dropped; NULL if none, and after the call */
     void *target;               /* borrowed; NULL once disarmed */
     PyObject *owner;            /* owned, or NULL */
 };
@@ -258,7 +258,7 @@ PyObject *torch_active_ddp(void) {
     PyObject *module = PyObject_GetAttr(torch_names.data_parallel, torch_names._active_ddp_module);
     if (module)
         return module;
-    PyErr_Clear(); /* this torch has no such attribute */
+    PyErr_Clear(); /* older versions of torch lack the attribute */
     return Py_NewRef(Py_None);
 }
 

@@ -8,7 +8,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#if Py_LIMITED_API + 0 < 0x030C0000 /* in CPython since 3.12 */
+#if Py_LIMITED_API + 0 < 0x030C0000 /* CPython has both functions since 3.12 */
 static inline PyObject *PyErr_GetRaisedException(void) {
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
@@ -28,7 +28,7 @@ static inline void PyErr_SetRaisedException(PyObject *error) {
 }
 #endif
 
-#if Py_LIMITED_API + 0 < 0x030D0000 /* in CPython since 3.13 */
+#if Py_LIMITED_API + 0 < 0x030D0000 /* CPython has the function since 3.13 */
 static inline int PyWeakref_GetRef(PyObject *reference, PyObject **object) {
     PyObject *borrowed = PyWeakref_GetObject(reference);
     *object = borrowed && borrowed != Py_None ? Py_NewRef(borrowed) : NULL;

@@ -50,8 +50,9 @@ struct streams {
     void *context;                   /* the driver's context of the device */
     PyObject *previous_device;  /* owned; current device before stream_enter if a different one, or NULL */
     stream_event compute_event; /* owned; last recorded event of a compute stream */
-    struct stream_handle former[MAX_FORMER]; /* last former compute streams, since a backward ended */
-    int num_former;                          /* number of former compute streams; may exceed MAX_FORMER */
+    /* latest of the `num_former` former compute streams since the last backward ended */
+    struct stream_handle former[MAX_FORMER];
+    int num_former;   /* may exceed MAX_FORMER */
     bool is_external; /* true if the compute stream is not torch's: the script may destroy it between steps */
     bool is_idle;     /* true if an external compute stream has had no work since compute_event */
     bool former_may_be_gone; /* true if a former compute stream was external and idle */

@@ -387,7 +387,7 @@ _FIXED = _fixed_opcodes()
 
 
 def _check_sizes(content: bytes) -> None:
-    """Raise ValueError for a pickle that announces more bytes than it has, or a memo larger than itself."""
+    """Raise ValueError for a pickle that declares more bytes than it has, or a memo larger than itself."""
     file, at = io.BytesIO(content), 0
     while at < len(content):
         found = _FIXED.match(content, at)

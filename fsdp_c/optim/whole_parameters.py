@@ -106,7 +106,7 @@ class _Whole:
         return least * (2 * self.numel + least**2) if least else self.numel
 
     def held_numel(self, rank: int) -> int:
-        """Return the number of its elements on ``rank`` of the ranks that share a shard."""
+        """Return the number of the parameter's elements on ``rank``, an index into the shard's ranks."""
         return self.shard.numel_on(rank) if self.is_divided else self.numel
 
     def flat(self, value: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ class Subtree:
 
     @property
     def shared_params(self) -> list[tuple[nn.Parameter, ParamInfo]]:
-        """The further places of parameters with several."""
+        """Places of shared parameters other than the first."""
         return self._found[1]
 
     def param_name(self, param: nn.Parameter) -> str:
