@@ -13,17 +13,17 @@ from fsdp_c.tools import environment
 SPLIT_FROZEN = "--split-frozen"
 EPILOG = """\
 commands:
-  run SCRIPT [ARGUMENT ...]       run a script that uses torch.distributed.fsdp as it is
+  run SCRIPT [ARGUMENT ...]       run a script that uses torch.distributed.fsdp, unmodified
   run -m MODULE [ARGUMENT ...]    the same for a module
-  env                             show versions, what was found here, and which kernels are used: for reports
-  selftest                        try kernels, training beside torch's FSDP1 and a checkpoint on this machine
+  env                             show versions, libraries and the kernels in use, for bug reports
+  selftest                        test kernels, training compared with torch's FSDP1, and a checkpoint
 
   torchrun --nproc-per-node 8 -m fsdp_c train.py --lr 0.1
   torchrun --nproc-per-node 8 -m fsdp_c run -m my_package.train --lr 0.1
 
-A SCRIPT in the place of the command is run. What follows SCRIPT or MODULE is passed on to it. Before either,
---split-frozen keeps frozen parameters apart from trained ones, as fsdp_c.wrap.split_frozen() does.
-`python -m fsdp_c COMMAND --help` says more; for checkpoints there is `python -m fsdp_c.checkpoint`."""
+A SCRIPT instead of a command is run. Arguments after SCRIPT or MODULE are passed on to it. Before either,
+--split-frozen gives frozen parameters flat parameters of their own, like fsdp_c.wrap.split_frozen().
+`python -m fsdp_c COMMAND --help` shows details; `python -m fsdp_c.checkpoint` is the tool for checkpoints."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,11 +49,13 @@ def _parser(
 
 def run(argv: Sequence[str]) -> int:
     """Run a script or module; return 0. Exceptions of the script propagate."""
-    parser = _parser("run", "Run a script unmodified, with fsdp_c in the place of torch's FSDP1.")
+    parser = _parser("run", "Run a script unmodified, with fsdp_c instead of torch's FSDP1.")
     parser.usage = "%(prog)s [--split-frozen] SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
-    parser.add_argument(SPLIT_FROZEN, action="store_true", help="keep frozen parameters apart")
+    parser.add_argument(
+        SPLIT_FROZEN, action="store_true", help="give frozen parameters flat parameters of their own"
+    )
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="a file")
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="a module instead, as python -m takes it")
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, like python -m")
     flags = int(argv[:1] == [SPLIT_FROZEN])
     own = flags + (2 if argv[flags : flags + 1] == ["-m"] else 1)
     args = parser.parse_args(argv[:own])
@@ -71,16 +73,18 @@ def run(argv: Sequence[str]) -> int:
 
 def env(argv: Sequence[str]) -> int:
     """Print the versions and devices that fsdp_c finds."""
-    _parser("env", "Show versions, what was found, and which kernels are used: for reports.").parse_args(argv)
+    _parser("env", "Show versions, libraries and the kernels in use, for bug reports.").parse_args(argv)
     print(environment.report())
     return 0
 
 
 def selftest(argv: Sequence[str]) -> int:
     """Run the self-test on this rank of torchrun, or on ranks started here. Return 1 for any failure."""
-    parser = _parser("selftest", "Try fsdp_c on this machine, beside torch's FSDP1.")
+    parser = _parser("selftest", "Test fsdp_c on this machine, and compare it with torch's FSDP1.")
     parser.add_argument("--device", metavar="TYPE", help="cuda or cpu (default: the accelerator, if any)")
-    parser.add_argument("--width", type=int, default=512, metavar="N", help="of the model (%(default)s)")
+    parser.add_argument(
+        "--width", type=int, default=512, metavar="N", help="width of the model (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     from fsdp_c import selftest  # lazy: imports optimizers and checkpoints
 

@@ -392,8 +392,9 @@ class FullyShardedDataParallel(UnitNames):
                 unit.sync_gradients = flag
             if switched_on:
                 raise AssertionError(
-                    "`_sync_gradients` was incorrectly set to `True` while in the `no_sync()` context "
-                    f"manager: set it on no unit in {unit_name(self.module)} (rank {self.rank})"
+                    "`_sync_gradients` was incorrectly set to `True` while in the `no_sync()` "
+                    f"context manager: do not set it on units in {unit_name(self.module)} (rank "
+                    f"{self.rank})"
                 )
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
@@ -435,7 +436,7 @@ class FullyShardedDataParallel(UnitNames):
             if module._comm_hook is not None:
                 raise with_note(
                     AssertionError("A communication hook is already registered"),
-                    f"for {unit_name(module.module)}: a hook stays until its model is gone",
+                    f"for {unit_name(module.module)}: a hook cannot be replaced while its model exists",
                 )
         if not callable(hook):
             raise ValueError(f"The communication hook must be callable but got {hook}")
@@ -574,9 +575,10 @@ class FullyShardedDataParallel(UnitNames):
         for flag in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
             if getattr(torch.__future__, f"get_{flag}")():
                 raise RuntimeError(
-                    f"rank {self.rank}, unit {unit_name(self.module)}: torch.__future__.set_{flag}(True) would "
-                    "have a conversion put other parameters in the place of those that are sharded. Convert the "
-                    "module before it is wrapped, or set the flag to False meanwhile"
+                    f"rank {self.rank}, unit {unit_name(self.module)}: "
+                    f"torch.__future__.set_{flag}(True) makes a conversion replace the sharded "
+                    "parameters. Convert the module before it is wrapped, or set the flag to False "
+                    "during the conversion"
                 )
         # inside summon_full_params the full parameters are moved
         is_summoned = self.training_state == TrainingState.SUMMON_FULL_PARAMS
@@ -637,8 +639,7 @@ def _check_tree(root: FullyShardedDataParallel, modules: list[tuple[str, FullySh
     if is_marked(root.module):
         raise ValueError(
             f"the outermost unit, {type(root.module).__name__} on rank {root.rank}, is marked by "
-            "fsdp_c.optional(): there is no unit around it with which it could be gathered; mark modules "
-            "inside it instead"
+            "fsdp_c.optional(), but no unit encloses it to unshard it. Mark modules inside it instead"
         )
     for setting in _HOMOGENEOUS_SETTINGS:
         values = {getattr(module, setting): clean_path(path) for path, module in reversed(modules)}
@@ -687,9 +688,9 @@ def _refuse_real_parameters(modules: list[FullyShardedDataParallel]) -> None:
     for module in modules:
         if module._handle is not None and not is_fake(module._handle.flat_param):
             raise RuntimeError(
-                f"rank {module.rank}, unit {unit_name(module.module)}: its parameters are real, and its "
-                "first forward is under FakeTensorMode: make the model under that mode as well, or run a "
-                "real forward before"
+                f"rank {module.rank}, unit {unit_name(module.module)}: its parameters are real, but "
+                "its first forward runs under FakeTensorMode. Create the model under that mode too, "
+                "or run a real forward first"
             )
 
 

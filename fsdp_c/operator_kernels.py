@@ -23,8 +23,8 @@ def warn_if_used(device_type: str) -> None:
     """Log once per device type that torch's operators replace fsdp_c's kernels."""
     if why := _C.why_no_kernels(device_type):
         logger.warning(
-            "on %s torch's operators compute what fsdp_c's kernels would: the same values, with more work for "
-            "the host. %s",
+            "on %s torch's operators replace fsdp_c's kernels: the results are the same, with more "
+            "host work. %s",
             device_type,
             why,
         )

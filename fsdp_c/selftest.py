@@ -97,7 +97,7 @@ def _streams(device: torch.device) -> str:
         values.zero_()
     module.current_stream().wait_stream(side)
     _same("cast_divide on a side stream", found, torch.full_like(found, 25))
-    return "kernels run on the current one"
+    return "kernels run on the current stream"
 
 
 def _train(fsdp: Any, device: torch.device, width: int, arguments: dict[str, Any]) -> tuple[Any, list[float]]:

@@ -121,7 +121,7 @@ int handle_summon_enter(struct handle *handle, bool writeback) {
         return RAISED(
             PyExc_AssertionError,
             "Expects the handle training to be IDLE but got HandleTrainingState.%s (rank %lld, unit %S): "
-            "unexpose_full the forward, the backward or the enclosing summon_full_params() first.",
+            "leave the forward, the backward or the enclosing summon_full_params() first.",
             training_state_names[handle->training_state], (long long)handle->param.layout.rank,
             handle->param.name);
     if (handle_collect_user_grads(handle) < 0)

@@ -34,6 +34,13 @@ const struct flat_layout *layout_of(PyObject *object) {
 
 /* ---- construction ---- */
 
+static int check_rank(long long rank, int64_t world_size) {
+    if (rank < 0 || rank >= world_size)
+        return RAISED(PyExc_ValueError, "Expects `rank` in [0, %lld) but got %lld", (long long)world_size,
+                      rank);
+    return 0;
+}
+
 static int check_arguments(const struct layout_spec *spec) {
     if (spec->num_params == 0)
         return RAISED(PyExc_ValueError, "Expects non-empty `param_numels`");
@@ -43,10 +50,7 @@ static int check_arguments(const struct layout_spec *spec) {
     if (spec->world_size < 1)
         return RAISED(PyExc_ValueError, "Expects positive `world_size` but got %lld",
                       (long long)spec->world_size);
-    if (spec->rank < 0 || spec->rank >= spec->world_size)
-        return RAISED(PyExc_ValueError, "Expects `rank` in [0, %lld) but got %lld",
-                      (long long)spec->world_size, (long long)spec->rank);
-    return 0;
+    return check_rank(spec->rank, spec->world_size);
 }
 
 static int read_numels(PyObject *numels, int64_t *output) {
@@ -152,17 +156,14 @@ static PyObject *get_tuple(PyObject *self, void *kind) {
     return get_cached_tuple((struct layout_object *)self, *(const enum tuple_kind *)kind);
 }
 
-/* Return the rank in `object`, this rank for None; -1 with an exception for no rank of the layout. */
+/* Return the rank in `object`, or this rank for None; -1 with an exception if it is out of range. */
 static int64_t parse_rank(const struct flat_layout *layout, PyObject *object) {
     if (object == Py_None)
         return layout->rank;
     const long long rank = PyLong_AsLongLong(object);
     if (rank == -1 && PyErr_Occurred())
         return -1;
-    if (rank < 0 || rank >= layout->world_size)
-        return RAISED(PyExc_ValueError, "Expects `rank` in [0, %lld) but got %lld",
-                      (long long)layout->world_size, rank);
-    return rank;
+    return check_rank(rank, layout->world_size) < 0 ? -1 : rank;
 }
 
 static PyObject *shard_ranges(PyObject *self, PyObject *args, PyObject *kwargs) {

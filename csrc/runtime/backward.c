@@ -114,7 +114,7 @@ int unit_unshard_for_backward(struct unit *unit) {
 
 int unit_refuse_backward(const struct unit *unit) {
     return unit_error(PyExc_RuntimeError, unit_rank(unit), unit->name,
-                      "a backward has come to a forward whose root no longer exists: one of its units has "
+                      "a backward has reached a forward whose root no longer exists: one of its units has "
                       "since run under another root, or the units were reset. Call backward() before that, "
                       "or let one FullyShardedDataParallel around both roots call them in its forward.");
 }

@@ -221,7 +221,7 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
     Py_DECREF(token);
     if (!unit) {
         PyErr_SetString(PyExc_RuntimeError,
-                        "backward through a FullyShardedDataParallel that is gone: keep the model "
+                        "backward through a FullyShardedDataParallel that was freed: keep the model "
                         "until its backward has run");
         return NULL;
     }
@@ -239,9 +239,10 @@ static PyObject *node_compiled_autograd_key(PyObject *self, PyObject *context) {
     const struct unit *unit = hook_target(token);
     Py_DECREF(token);
     if (!unit)
-        return PyErr_Format(PyExc_NotImplementedError,
-                            "compiled autograd cannot run a FullyShardedDataParallel that is gone: keep the "
-                            "model until its backward has run");
+        return PyErr_Format(
+            PyExc_NotImplementedError,
+            "compiled autograd cannot run a FullyShardedDataParallel that was freed: keep the "
+            "model until its backward has run");
     return PyErr_Format(
         PyExc_NotImplementedError,
         "rank %lld, unit %S (FullyShardedDataParallel): compiled autograd cannot trace its backward, which "

@@ -31,7 +31,7 @@ int optional_check_forward(const struct unit *unit) {
 int optional_check_backward(const struct unit *unit) {
     if (unit->optional.enclosing->optional.reached && unit->handle->storage.param_state != PARAM_SHARDED)
         return 0;
-    return refuse(unit, "a gradient comes to it where its parameters are not gathered");
+    return refuse(unit, "a gradient reaches it where its parameters are not gathered");
 }
 
 /* ---- unshard with the enclosing unit ---- */

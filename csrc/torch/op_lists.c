@@ -62,8 +62,8 @@ static AtenTensorHandle new_joined(struct op_call *call, const struct op_list *n
 static void check_join(struct op_call *call, const struct op_list *counts, const struct op_list *likes,
                        const struct op_list *ndims, size_t num_sizes, size_t num_ranges) {
     OP_CHECK(counts->count == likes->count && ndims->count == likes->count,
-             "%s: %zu counts, %zu ndims, but %zu tensors to be like", call->name, counts->count, ndims->count,
-             likes->count);
+             "%s: counts has %zu elements and ndims %zu, but likes has %zu tensors", call->name,
+             counts->count, ndims->count, likes->count);
     int64_t ranges = 0, sizes = 0;
     for (size_t i = 0; i < counts->count; i++) {
         const int64_t count = op_int(counts->items[i]), ndim = op_int(ndims->items[i]);

@@ -51,7 +51,7 @@ class BackgroundSave:
             if self._thread.ident is not None:
                 self._thread.join(timeout)
         if self._thread.is_alive():
-            raise TimeoutError(f"{self._what} is not over after {timeout:g} s")
+            raise TimeoutError(f"{self._what} is not finished after {timeout:g} s")
         self._is_raised = True
         if self._error is not None:
             raise self._error

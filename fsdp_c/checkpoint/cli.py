@@ -17,13 +17,13 @@ from fsdp_c.checkpoint.pieces import crc32_of
 from fsdp_c.checkpoint.storage import read_checkpoint, read_chunk, read_object
 
 EPILOG = """\
-PATH is a folder of torch.distributed.checkpoint, as fsdp_c.checkpoint.save, torch's FSDP1 and FSDP2 write them.
-Nothing in a checkpoint is executed.
+PATH is a checkpoint folder of torch.distributed.checkpoint, written by fsdp_c.checkpoint.save, FSDP1 or FSDP2.
+No code in a checkpoint is executed.
 
   python -m fsdp_c.checkpoint verify runs/lm/step-000200
   python -m fsdp_c.checkpoint export runs/lm/step-000200 exported --dtype bfloat16
 
-Exit status: 0 all is well; 1 verify found damage; 2 trouble."""
+Exit status: 0 success; 1 verify found damage; 2 error."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,11 +34,11 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    verify = commands.add_parser("verify", help="read everything and compare it with its checksums")
+    verify = commands.add_parser("verify", help="read all files and compare them with their checksums")
     export = commands.add_parser("export", help="write the model as sharded safetensors with an index")
     for each in (verify, export):
         each.add_argument("path", type=Path, metavar="PATH")
-    export.add_argument("target", type=Path, metavar="OUT", help="a folder that does not exist yet")
+    export.add_argument("target", type=Path, metavar="OUT", help="output folder, which must not exist")
     cast = "cast floating-point tensors of 16 bits and more (default: none)"
     export.add_argument("--dtype", choices=CASTS, help=cast)
     key = "the model's name in the checkpoint, as for load (default: %(default)s; '' for all tensors)"

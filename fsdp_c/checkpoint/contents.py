@@ -108,12 +108,12 @@ class Checkpoint:
         for name, (size, _) in footer.files.items():
             if (written := self.size(f"{footer.data}/{name}")) != size:
                 raise CheckpointError(
-                    f"{data / name}: {written} bytes where {size} were written: torn or replaced"
+                    f"{data / name}: {written} bytes, but {size} were written: truncated or replaced"
                 )
 
     def size(self, name: Any) -> int:
         """Return the size of a file. Raise for a name that leads out of the folder."""
-        require(type(name) is str, "the name of a file is no text")
+        require(type(name) is str, "a file name is not a string")
         if name not in self.sizes:
             parts = pathlib.PurePosixPath(name).parts
             safe = parts and ".." not in parts and not name.startswith("/") and "\0" not in name
@@ -129,7 +129,7 @@ class Checkpoint:
     def check_end(self, name: str, end: int, key: str) -> None:
         """Raise CheckpointError if a file ends before the end of ``key`` in it."""
         if end > (size := self.size(name)):
-            raise CheckpointError(f"{self.folder / name}: {size} bytes, but {key} ends at {end}: torn")
+            raise CheckpointError(f"{self.folder / name}: {size} bytes, but {key} ends at {end}: truncated")
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -164,8 +164,8 @@ class Checkpoint:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
             raise CheckpointError(
-                f"{self.folder / name}: gone while the checkpoint was read: if another took its place, read "
-                "that"
+                f"{self.folder / name}: disappeared while the checkpoint was read. If another "
+                "checkpoint has replaced it, read again"
             ) from error
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ def dtype_named(module: str, name: str) -> torch.dtype | None:
 def ints(values: object, what: str) -> tuple[int, ...]:
     """Return ``values`` as sizes or offsets. Raise ValueError, with ``what`` as its first words, for invalid ones."""
     if not isinstance(values, (tuple, list)) or not all(type(v) is int and 0 <= v < 2**62 for v in values):
-        raise ValueError(f"{what}: {reprlib.repr(values)} where sizes are expected")
+        raise ValueError(f"{what}: {reprlib.repr(values)} is not a list of sizes or offsets")
     return tuple(values)
 
 
@@ -210,7 +210,7 @@ def check_boxes(
         fits = fits and all(o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
         require(fits, f"{key} has a chunk {offsets} {sizes} outside its shape {shape}")
     total = sum(math.prod(sizes) for _, sizes in boxes)
-    require(total == math.prod(shape), f"the chunks of {key} have {total} elements, its shape is {shape}")
+    require(total == math.prod(shape), f"the chunks of {key} have {total} elements, but its shape is {shape}")
     require(total * dtype.itemsize <= checkpoint.nbytes, f"{key} is larger than all files")
     require(do_tile(boxes, shape), f"chunks of {key} overlap")
 

@@ -65,7 +65,7 @@ def export(
     check_path(target)
     target = absolute_path(target)
     if os.path.lexists(target):
-        raise FileExistsError(f"{target}: exists: export to another path, or remove it first")
+        raise FileExistsError(f"{target}: exists already. Export to another path, or remove it first")
     files = _files(_tensors(checkpoint, dtype, model_key), max_nbytes)
     temporary = target.with_name(f".{target.name}.exporting")  # renamed once complete and on disk
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,8 @@ def export(
         temporary.mkdir()
     except FileExistsError:
         raise FileExistsError(
-            f"{temporary}: exists: another export to {target} is running, or was killed: then remove this folder"
+            f"{temporary}: exists already: another export to {target} is running, or one was killed. "
+            "In that case remove the folder"
         ) from None
     try:
         for name, tensors in files.items():
@@ -115,7 +116,7 @@ def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None, model_key: str) 
     if not found:
         tops = sorted({key.partition(".")[0] for key in checkpoint.entries})[:10]
         raise CheckpointError(
-            f"{checkpoint.folder}: has no tensors below {model_key!r}, but {', '.join(tops)}: name another --model-key"
+            f"{checkpoint.folder}: has no tensors below {model_key!r}, but {', '.join(tops)}. Pass another --model-key"
         )
     return found
 

@@ -92,7 +92,9 @@ def check_path(path: StrPath) -> None:
     scheme = re.match("[A-Za-z][A-Za-z0-9+.-]*:/", text)
     # Path reduces two slashes to one
     if scheme and (text.startswith("/", scheme.end()) or not os.path.isdir(scheme[0])):
-        raise ValueError(f"{text}: an address; checkpoints are folders of a file system that all ranks share")
+        raise ValueError(
+            f"{text}: is a URL, but checkpoints are folders of a file system that all ranks share"
+        )
 
 
 def absolute_path(path: StrPath) -> Path:
@@ -131,7 +133,7 @@ def locate(path: Path) -> Path:
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such checkpoint")
     if not path.is_dir():
-        raise NotADirectoryError(f"{path}: a file; sharded checkpoints are folders")
+        raise NotADirectoryError(f"{path}: is a file, but sharded checkpoints are folders")
     raise FileNotFoundError(
         f"{path}: not a checkpoint: it has no {METADATA} file (an interrupted save or copy?)"
     )
@@ -219,7 +221,7 @@ def footer_of(file: BinaryIO, folder: Path, *, compare: bool) -> Footer | None:
         file.seek(max(0, size - _LAST_LINE_NBYTES - nbytes))
         data, files = json.loads(file.read(min(nbytes, size)))
         names = (DATA.fullmatch(data), *map(_OWN_FILE.fullmatch, files))
-        require(all(names) and all(len(info) == 2 for info in files.values()), "it names something else")
+        require(all(names) and all(len(info) == 2 for info in files.values()), "it names other files")
         return Footer(data, {name: tuple(info) for name, info in files.items()}, (size, crc32))
 
 
@@ -292,8 +294,8 @@ def publish(data: Path, pickled: Iterable[bytes], files: dict[str, tuple[int, in
         sync_folder(path)
     except OSError as error:
         warnings.warn(
-            f"{path}: saved and in its place, but after a power failure the old one may be back: the folder could "
-            f"not be flushed to the disk ({error.strerror})",
+            f"{path}: saved and in its place, but a power failure could restore the old one: the "
+            f"folder could not be flushed to the disk ({error.strerror})",
             stacklevel=2,
         )
         return
@@ -473,10 +475,11 @@ def check_keep(path: Path, keep: int | None) -> None:
     if keep is None:
         return
     if keep < 1:
-        raise ValueError(f"keep={keep}: the checkpoint that is saved would be removed")
+        raise ValueError(f"keep={keep} would remove the checkpoint that is saved. Pass 1 or more, or None")
     if _Name.of(path.name) is None:
         raise ValueError(
-            f"keep={keep}: {path} has no number in its name, so none is older: call it step-100, or such"
+            f"keep={keep}: {path} has no number in its name, by which older checkpoints are found. "
+            "Choose a name such as step-100"
         )
 
 
@@ -502,4 +505,4 @@ def remove_older(path: Path, keep: int) -> None:
             elif has_data(each) and (is_complete(each) or number < own.number):
                 remove_checkpoint(each)
         except (CheckpointError, OSError) as error:
-            warnings.warn(f"{each}: not removed in spite of keep={keep}: {error}", stacklevel=2)
+            warnings.warn(f"{each}: could not be removed for keep={keep}: {error}", stacklevel=2)

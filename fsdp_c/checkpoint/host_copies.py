@@ -115,8 +115,8 @@ class HostCopies:
         if written:
             were = "was" if len(written) == 1 else "were"
             raise CheckpointError(
-                f"{first_names(written)} {were} written to, other than by an optimizer's step, before the copy "
-                "for this save was over: wait() for the save before such writes"
+                f"{first_names(written)} {were} written to, other than by an optimizer's step, before "
+                "this save had copied them. Call wait() on the save before such writes"
             )
 
     def _watch(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

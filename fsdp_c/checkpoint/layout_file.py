@@ -121,10 +121,10 @@ class _Layout:
         """Create the entries and paths of the checkpoint."""
         magic, nbytes, crc32 = _HEAD.unpack(self._read(0, _HEAD.size))
         self.begin = _HEAD.size + nbytes
-        require(magic == MAGIC and self.begin <= self.nbytes, "it is torn, or no layout")
+        require(magic == MAGIC and self.begin <= self.nbytes, "it is truncated, or not a layout")
         self.records = (self.nbytes - self.begin) // RECORD.size
         text = self._read(_HEAD.size, nbytes)
-        require(zlib.crc32(text) == crc32, "its checksum is another")
+        require(zlib.crc32(text) == crc32, "its checksum does not match")
         header = json.loads(text)
         self.piece_nbytes = header["piece_nbytes"]
         paths = {key_of(path): tuple(path) for path in header["paths"]}
@@ -155,17 +155,18 @@ class _Layout:
         order = None if box["order"] is None else ints(box["order"], keys[0])
         # strides for writes to memory are computed from it
         require(
-            order is None or sorted(order) == [*range(len(sizes))], f"dimensions of {keys[0]} are in no order"
+            order is None or sorted(order) == [*range(len(sizes))],
+            f"the order of dimensions of {keys[0]} is invalid",
         )
         held = held._replace(order=order, offsets=offsets, sizes=sizes, numel=math.prod(sizes))
         starts, before = (ints(box[name], keys[0]) for name in ("starts", "pieces"))
-        require(len(before) == len(starts) + 1, f"the ranges of {keys[0]} are torn")
+        require(len(before) == len(starts) + 1, f"the ranges of {keys[0]} are incomplete")
         return _StoredBox(held, starts, before, self._take(before[-1] * len(keys)), self.piece_nbytes)
 
     def _take(self, count: int) -> int:
         """Reserve ``count`` records. Return the number of the first one."""
         self.records_at += count
-        require(self.records_at <= self.records, "its records are torn")
+        require(self.records_at <= self.records, "its records are incomplete")
         return self.records_at - count
 
     def record(self, number: int) -> tuple[int, int, int, int]:
@@ -240,5 +241,5 @@ class _StoredBox(NamedTuple):
         fits = numel * self.held.dtype.itemsize <= 2 * count * self.piece_nbytes
         require(0 <= numel <= self.held.numel - start and fits, "its ranges overlap, or pieces are missing")
         boxes = boxes_of_pieces(self.held._replace(start=start, numel=numel), self.piece_nbytes)
-        require(len(boxes) == count, f"{count} pieces where there are {len(boxes)} boxes")
+        require(len(boxes) == count, f"{count} pieces, but {len(boxes)} boxes")
         return self.before[number], boxes

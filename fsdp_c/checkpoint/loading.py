@@ -133,7 +133,7 @@ class _Loading:
             if entry is None:
                 missing.append(key)
             elif not isinstance(entry, TensorEntry):
-                errors.append(f"{key} is no tensor in the checkpoint")
+                errors.append(f"{key} is not a tensor in the checkpoint")
             elif entry.shape != shape:
                 errors.append(f"{key} has shape {entry.shape} in the checkpoint, {shape} in the model")
             else:
@@ -143,7 +143,7 @@ class _Loading:
                 if key in setters:
                     self.nested[key.removeprefix(prefix)] = key
                 elif strict:
-                    errors.append(f"{key} is unexpected: the module that has it has no set_extra_state()")
+                    errors.append(f"{key} is unexpected: its module has no set_extra_state()")
             elif key in setters and flatten_state_dict({key: own.get(key)})[0]:  # {} is saved as nothing
                 missing.append(key)
         if strict:
@@ -178,7 +178,7 @@ class _Loading:
         found = sum(item.target.numel() for item in items)
         if found != numel:
             raise CheckpointError(
-                f"{self.checkpoint.folder}: {found} of {numel} elements wanted of {key} are there"
+                f"{self.checkpoint.folder}: has only {found} of the {numel} elements of {key} to load"
             )
         return items
 

@@ -233,11 +233,11 @@ class _MetadataReader:
         metadata = read_metadata(content)
         require(_kind(metadata) == "Metadata", "it does not hold the metadata of a checkpoint")
         require(type(metadata.state_dict_metadata) is dict, "it has no entries")
-        require(type(metadata.storage_data) is dict, "it does not say where entries are")
+        require(type(metadata.storage_data) is dict, "it has no places of entries")
         stored = self._stored(metadata.storage_data)
         entries = self.checkpoint.entries
         for key, value in metadata.state_dict_metadata.items():
-            require(type(key) is str, f"a key is {type(key).__name__}")
+            require(type(key) is str, f"a key is a {type(key).__name__}, not a string")
             entries[key] = self._entry(key, value, stored.get(key, []))
         self.checkpoint.paths = checked_paths(metadata.planner_data, entries)
 
@@ -245,7 +245,9 @@ class _MetadataReader:
         """Return (index, place) of all entries by key. Only file names are validated here."""
         stored: dict[str, list[tuple[Any, Any]]] = {}
         for index, info in storage_data.items():
-            require(_kind(index) == "MetadataIndex" and type(index.fqn) is str, "an index is something else")
+            require(
+                _kind(index) == "MetadataIndex" and type(index.fqn) is str, "an index has an unknown type"
+            )
             require(_kind(info) == "_StorageInfo", f"the place of {index.fqn} is {_kind(info)}")
             self.checkpoint.size(info.relative_path)
             if DATA.match(info.relative_path):
@@ -301,7 +303,7 @@ class _MetadataReader:
 
     def _chunk(self, key: str, dtype: torch.dtype, box: Box, place: tuple[str, int, int] | None) -> Chunk:
         if place is None:
-            raise ValueError(f"the chunk {box[0]} of {key} is nowhere")
+            raise ValueError(f"the chunk {box[0]} of {key} has no place in a file")
         (file, start, length), nbytes = place, math.prod(box[1]) * dtype.itemsize
         require(nbytes <= length, f"{key} has {nbytes} bytes in {length} bytes of a file")
         return Chunk(*box, file, start, length)

@@ -84,7 +84,7 @@ def reason(error: Exception) -> str:
     if re.fullmatch(r"numpy\._?core\.multiarray\._reconstruct", name[1]):
         return "it is a numpy array: save torch.from_numpy(array)"
     return (
-        f"it names {name[1]}, which might run code: who trusts it calls "
+        f"it names {name[1]}, which might run code. If you trust it, call "
         f"torch.serialization.add_safe_globals([{name[1]}]) before saving and loading"
     )
 

@@ -62,7 +62,7 @@ def _params_of(
         if strangers:
             raise ValueError(
                 f"group {index} of the optimizer holds parameters that are not the model's, of shapes "
-                f"{strangers[:4]}: make the optimizer of model.parameters() after wrapping"
+                f"{strangers[:4]}: create the optimizer from model.parameters() after wrapping"
             )
         groups.append([(param, known[param]) for param in group["params"]])
     return groups
@@ -93,8 +93,8 @@ def optim_state(model: nn.Module, optimizer: Optimizers) -> StateDict:
     names = [name for group in merged["param_groups"] for name in group["params"]]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(
-            f"{first_names(twice)} are parameters of several optimizers, and each has its own state of them, which "
-            "cannot be saved under one name: give each parameter to one optimizer"
+            f"{first_names(twice)} are parameters of several optimizers, whose states cannot be saved "
+            "under one name. Give each parameter to one optimizer"
         )
     return merged
 
@@ -123,7 +123,7 @@ def _mark_as_copy(part: object) -> object:
     return marked
 
 
-_REMEDY = "pass optimizer=None, and save optimizer.state_dict() of each rank in a file of its own"
+_REMEDY = "pass optimizer=None, and save optimizer.state_dict() of each rank in a separate file"
 
 
 def _refuse_shared(optimizer: torch.optim.Optimizer) -> None:
@@ -136,7 +136,7 @@ def _refuse_shared(optimizer: torch.optim.Optimizer) -> None:
     odd = [key for key, value in optimizer.state.items() if value and not isinstance(key, Tensor)]
     if odd:
         raise ValueError(
-            f"{kind} has state of {odd[:4]}, which are no parameters, and cannot be saved by name: {_REMEDY}"
+            f"{kind} has state of {odd[:4]}, which are not parameters and cannot be saved by name: {_REMEDY}"
         )
 
 
@@ -145,8 +145,9 @@ def _check_state(known: OptimParam, name: object, held: object) -> None:
     value = held.value if isinstance(held, WholeState) else held
     if is_made_of_tensors(value):
         raise ValueError(
-            f"optimizer state {name!r} of {known.fqns[0]} is a {type(value).__name__}, a tensor whose elements are in "
-            f"other tensors: of such state only that of torchao's optimizers can be saved: {_REMEDY}"
+            f"optimizer state {name!r} of {known.fqns[0]} is a {type(value).__name__}, a tensor whose "
+            "elements are in other tensors: only torchao's optimizers are supported with such state: "
+            f"{_REMEDY}"
         )
     if isinstance(value, Tensor) and isinstance(name, str):
         return
@@ -159,9 +160,9 @@ def _check_state(known: OptimParam, name: object, held: object) -> None:
     whole = known.module is None or isinstance(held, WholeState)
     if own or not isinstance(name, str) or (not whole and list(paths.values()) != [("",)]):
         raise ValueError(
-            f"optimizer state {name!r} of {known.fqns[0]} is {type(value).__name__}: only tensors and single "
-            f"values under names that are text can be saved by parameter: {_REMEDY}. Tensors in lists and dicts "
-            "belong to whole parameters, with which fsdp_c.optim.WholeParameters saves them"
+            f"optimizer state {name!r} of {known.fqns[0]} is {type(value).__name__}: only tensors and "
+            f"single values with string keys can be saved by parameter: {_REMEDY}. "
+            "fsdp_c.optim.WholeParameters can save tensors in lists and dicts"
         )
 
 
@@ -181,9 +182,9 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
     elif value.shape != param.shape:
         raise ValueError(
             f"optimizer state {name!r} of {known.fqns} has shape {tuple(value.shape)} on rank "
-            f"{known.owner.rank}, whose shard has {tuple(param.shape)}: only state of the parameter's own "
-            "shape can be saved. Optimizers with other state need whole parameters: make this one inside "
-            "fsdp_c.optim.WholeParameters"
+            f"{known.owner.rank}, whose shard has {tuple(param.shape)}: only state of the parameter's "
+            "own shape can be saved. Optimizers with other state need full parameters: wrap this one "
+            "in fsdp_c.optim.WholeParameters"
         )
     elif holds_elements(known):
         yield from _sharded(known, value)
@@ -288,8 +289,9 @@ class OptimTarget:
         state: dict[str, Callable[[], object]] = {}
         if whole and known.module is not None and not isinstance(self.optimizer, WholeParameters):
             raise ValueError(
-                f"{self.checkpoint.folder} has optimizer state {next(iter(whole))!r} of {next(iter(found))} in a list "
-                "or dict, which is of whole parameters: step them by fsdp_c.optim.WholeParameters"
+                f"{self.checkpoint.folder} has optimizer state {next(iter(whole))!r} of "
+                f"{next(iter(found))} in a list or dict, which belongs to full parameters: load it "
+                "into fsdp_c.optim.WholeParameters"
             )
         if not isinstance(self.optimizer, WholeParameters) or known.name in self.optimizer.owned_names():
             state = {name: self._whole_state(param, known, parts) for name, parts in whole.items()}
@@ -418,7 +420,7 @@ class OptimTarget:
             value = self.values[key]
             if not rest:
                 raise CheckpointError(
-                    f"{self.checkpoint.folder}: {key} is {type(value).__name__}, and no group"
+                    f"{self.checkpoint.folder}: {key} is {type(value).__name__}, not a group"
                 )
             set_nested(self.checkpoint, key, saved.setdefault(owner, {}), tuple(rest), value)
         by_fqn = {
@@ -436,9 +438,10 @@ class OptimTarget:
             ]
             if odd:
                 raise ValueError(
-                    f"{self.checkpoint.folder}: group {index} of the optimizer has parameters that were not "
-                    f"saved, or in another group than {fqns[0]}: {odd[:8]}; make the groups as they were "
-                    "saved (a flat parameter is in one group: with several, load with use_orig_params=True)"
+                    f"{self.checkpoint.folder}: group {index} of the optimizer has parameters that "
+                    f"were not saved, or in another group than {fqns[0]}: {odd[:8]}; create the "
+                    "groups as they were saved. A flat parameter is in one group: for several, load "
+                    "with use_orig_params=True"
                 )
             if matching and matching[0] is not None:
                 yield group, {name: value for name, value in matching[0].items() if name != "params"}

@@ -89,7 +89,8 @@ def save(
     if count > 1 and dist.get_backend(own_group) == "fake":
         raise CheckpointError(
             f"saving {target}: of the {count} ranks of torch's fake process group only rank "
-            f"{dist.get_rank(own_group)} is there, and a checkpoint has the shards of all: save on real ranks"
+            f"{dist.get_rank(own_group)} exists, but a checkpoint needs the shards of all ranks. Save "
+            "on real ranks"
         )
 
     def collect() -> _State:

@@ -147,7 +147,9 @@ class RangeTensor(Tensor):
         """Return the memory of one box, by DCP's protocol."""
         offsets = tuple(index.offset or ())
         if offsets not in self.boxes:
-            raise ValueError(f"{index.fqn}: this rank holds nothing at {offsets}, but at {list(self.boxes)}")
+            raise ValueError(
+                f"{index.fqn}: this rank holds no elements at {offsets}, only at {list(self.boxes)}"
+            )
         return self.boxes[offsets]
 
 
@@ -230,13 +232,13 @@ def unless_part(tensor: Tensor) -> Tensor:
     if is_part(tensor):
         shape = tuple(getattr(tensor, "global_shape", ()))
         raise NotImplementedError(
-            f"its attributes say that it is a part of a tensor of shape {shape} (CheckpointableTensor): make it a "
-            "DTensor, or take the attributes off"
+            f"its attributes say that it is a part of a tensor of shape {shape} "
+            "(CheckpointableTensor): make it a DTensor, or remove the attributes"
         )
     return tensor
 
 
-TOO_DEEP = "is nested too deeply to be saved, or holds itself"
+TOO_DEEP = "is nested too deeply to be saved, or contains itself"
 
 
 def map_tensors(name: str, value: Any, function: Callable[[Tensor], object]) -> Any:
@@ -255,7 +257,7 @@ def _mapped(name: str, value: Any, function: Callable[[Tensor], object]) -> Any:
     if isinstance(value, Tensor):
         if value.is_quantized or value.is_nested or value.layout != torch.strided:
             raise NotImplementedError(
-                f"{name}: a sparse, nested or quantized tensor: save the tensors it is made of"
+                f"{name}: a sparse, nested or quantized tensor. Save its component tensors"
             )
         try:
             return function(value)

@@ -204,8 +204,8 @@ def _becomes_ours(theirs: Any) -> Callable[..., None]:
         if type(self) is not theirs:
             raise RuntimeError(
                 f"{type(self).__qualname__} was derived from torch's FullyShardedDataParallel before "
-                "fsdp_c.install() took its place, and would train with torch's: call fsdp_c.install() before "
-                "the class is defined"
+                "fsdp_c.install(), and would train with torch's: call fsdp_c.install() before the "
+                "class is defined"
             )
         self.__class__ = FullyShardedDataParallel
         self.__init__(*args, **kwargs)

@@ -19,9 +19,9 @@ class NotInstalledError(RuntimeError, AttributeError):
 
 
 _MESSAGE = (
-    "unit {}: torch's FullyShardedDataParallel, and torch.distributed.checkpoint with it, do not know fsdp_c's units. "
-    "Call fsdp_c.install(), which puts fsdp_c in torch's place, or use the methods of fsdp_c.FullyShardedDataParallel "
-    "and fsdp_c.checkpoint; one model is run by one implementation"
+    "unit {}: torch's FullyShardedDataParallel, and torch.distributed.checkpoint with it, do not "
+    "know fsdp_c's units. Call fsdp_c.install(), which replaces torch's FSDP1, or use the methods of "
+    "fsdp_c.FullyShardedDataParallel and fsdp_c.checkpoint; one model is run by one implementation"
 )
 
 

@@ -32,7 +32,7 @@ from fsdp_c.state.whole_state import WholeState, has_tensors
 
 BUCKET_NBYTES = 256 * 2**20
 _PARTLY_DONE = (
-    "The step is done for some parameters and their state, and not for others: go on from a checkpoint"
+    "The step is done for some parameters and their state, but not for others: resume from a checkpoint"
 )
 
 
@@ -176,7 +176,7 @@ class WholeParameters(Optimizer):
     ) -> None:
         if bucket_nbytes is not None and bucket_nbytes < 1:
             raise ValueError(
-                f"bucket_nbytes must be at least 1, or None for all at once, not {bucket_nbytes}"
+                f"bucket_nbytes must be at least 1, or None for a single bucket, not {bucket_nbytes}"
             )
         self._bucket_nbytes = bucket_nbytes
         self._wholes = _wholes_of_model(model)
@@ -201,8 +201,8 @@ class WholeParameters(Optimizer):
         """Raise RuntimeError: groups cannot be added to a complete optimizer."""
         if self._is_complete:
             raise RuntimeError(
-                "WholeParameters decides at once which rank steps what: make it anew, with a function that makes "
-                "all groups"
+                "WholeParameters assigns parameters to ranks at construction only: construct it "
+                "again, with a factory that creates all groups"
             )
         super().add_param_group(param_group)
 
@@ -416,8 +416,10 @@ class WholeParameters(Optimizer):
                         else:
                             missing.append(f"{key!r} of {whole.name}")
                     self._inner_of[whole.held].state[whole.held][key] = value
-        lacking = ValueError(f"its state dict lacks {first_names(missing)}, as another rank owned it then")
-        remedy = "Load what FSDP.optim_state_dict() gave, by FSDP.optim_state_dict_to_load()"
+        lacking = ValueError(
+            f"its state dict lacks {first_names(missing)}, because another rank owned it when it was saved"
+        )
+        remedy = "Load a result of FSDP.optim_state_dict() with FSDP.optim_state_dict_to_load()"
         _raise_everywhere(self._stepped, lacking if missing else None, remedy)
         for ranks in dict.fromkeys(whole.ranks for whole, _, _ in moving):
             members = [each for each in moving if each[0].ranks == ranks]
@@ -447,8 +449,8 @@ def _wholes_of_model(model: nn.Module) -> list[_Whole]:
     for module in known.units:
         if module._fsdp_extension is not None:
             raise ValueError(
-                f"{type(module.module).__name__} has tensor parallelism inside: no rank of the unit has its "
-                "parameters whole. Give them to an optimizer of their own"
+                f"{type(module.module).__name__} has tensor parallelism inside: no rank of the unit "
+                "has its parameters whole. Use a separate optimizer for them"
             )
     return [_Whole(param, one) for param, one in known.by_param.items()]
 
@@ -587,8 +589,8 @@ def _agree_on_gradients(wholes: Sequence[_Whole], state_is_loaded: bool) -> tupl
         state_is_loaded = state_is_loaded or bool(is_loaded)
         if unreduced := [whole.name for whole, kind in zip(members, agreed, strict=True) if kind == 2]:
             raise RuntimeError(
-                f"the gradient of {first_names(unreduced)} is on a rank not of the size of its shard: run a backward "
-                "outside of no_sync before step()"
+                f"the gradient of {first_names(unreduced)} does not have the size of its shard on "
+                "some rank: run a backward outside of no_sync before step()"
             )
         found += [whole for whole, kind in zip(members, agreed, strict=True) if kind]
     return found, state_is_loaded

@@ -110,8 +110,8 @@ def agree_to_sync(name: str, groups: Sequence[dist.ProcessGroup], device: torch.
     digest has the same size, so the two collectives match.
     """
     failure = (
-        f"unit {name} is wrapped with sync_module_states=True here, and not on all ranks: the others "
-        "would never take the values that are sent. Pass the same on every rank."
+        f"unit {name} is wrapped with sync_module_states=True here, but not on all ranks, so the "
+        "broadcast of its values would hang. Pass the same value on every rank."
     )
     own = RankPlan(global_rank(), failure, [])
     if detect_fake_mode() is None and (
@@ -164,7 +164,7 @@ def difference(plans: Sequence[RankPlan]) -> str:
     failed = [f"rank {plan.rank}: {plan.error}" for plan in plans if plan.error is not None]
     if failed:
         lines = "\n".join(failed)
-        return f"other ranks cannot initialise their units, so that this one cannot either:\n{lines}"
+        return f"this rank cannot initialise its units, because other ranks cannot:\n{lines}"
     for index in range(max(len(plan.units) for plan in plans)):
         units = {plan.rank: plan.units[index] for plan in plans if index < len(plan.units)}
         if len(units) < len(plans):

@@ -134,8 +134,8 @@ def warn_of_useless_unit(module: nn.Module) -> None:
     """
     if is_unit(module):
         warnings.warn(
-            "the module is a FullyShardedDataParallel already, so that another around it holds nothing: wrap "
-            "once",
+            "the module is a FullyShardedDataParallel already, and another one around it would own "
+            "no parameters: wrap it once",
             stacklevel=3,
         )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -403,8 +403,9 @@ def _with_index(device_id: int | torch.device) -> torch.device:
         backend = torch.get_device_module(device)
     except RuntimeError as error:
         raise AttributeError(
-            f"Device '{device}' does not have a corresponding backend registered as 'torch.{device.type}': "
-            f"import what provides it, or pass another device_id (rank {rank})"
+            f"Device '{device}' does not have a corresponding backend registered as "
+            f"'torch.{device.type}': import the package that provides it, or pass another device_id "
+            f"(rank {rank})"
         ) from error
     if not backend.is_available():
         raise RuntimeError(

@@ -181,9 +181,9 @@ class _Watched(type):
         is_step = not name.startswith("__") and name != "unshard" and callable(getattr(_C.Handle, name, None))
         if is_step and value is not getattr(_C.Handle, name):
             warnings.warn(
-                f"what was put in the place of FlatParamHandle.{name} is not called in a step: the runtime does in C "
-                "what that does. It calls what stands for FlatParamHandle.unshard, and for the collectives of "
-                "torch.distributed",
+                f"the replacement of FlatParamHandle.{name} is not called in a step, because the "
+                "runtime does its work in C. Replacements of FlatParamHandle.unshard and of the "
+                "collectives of torch.distributed are called",
                 stacklevel=2,
             )
         super().__setattr__(name, value)
@@ -433,8 +433,10 @@ def _clean_fqn(info: ParamInfo | SharedParamInfo) -> str:
 
 _WARNINGS = {
     "FSDP_SKIP_WRITEBACK_CHECK": "FSDP will not check for replaced parameters and gradients: training may be wrong.",
-    "FSDP_USE_FAKE_ALL_GATHER": "FSDP will not execute all-gather: results are wrong, the time shows what it costs.",
-    "FSDP_USE_FAKE_REDUCE": "FSDP will not execute reduce-scatter: results are wrong, the time shows what it costs.",
+    "FSDP_USE_FAKE_ALL_GATHER": "FSDP will not execute all-gather: results are wrong. Use this only "
+    "to measure its cost.",
+    "FSDP_USE_FAKE_REDUCE": "FSDP will not execute reduce-scatter: results are wrong. Use this only "
+    "to measure its cost.",
 }
 
 

@@ -58,8 +58,9 @@ def _refuse(arguments: object) -> NoReturn:
     for view in _freed_views(arguments):
         _C.refuse_freed_view(view)
     raise RuntimeError(
-        "this tensor was a view of a unit's parameters, which are gone with it or have moved. Clone what is "
-        "needed later inside the unit's forward or FullyShardedDataParallel.summon_full_params(module)."
+        "this tensor was a view of a unit's parameters, which were freed with it or have moved. To "
+        "use it later, clone it inside the unit's forward or "
+        "FullyShardedDataParallel.summon_full_params(module)."
     )
 
 

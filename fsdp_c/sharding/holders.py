@@ -103,9 +103,10 @@ def warn_of_partial_units(model: nn.Module, units: Sequence[ShardedModule]) -> N
     few = [module for module, count in zip(units, counts, strict=True) if count < max(counts)]
     paths = [clean_path(path) for path, module in units_with_paths(model) if module in few]
     warnings.warn(
-        f"rank {dist.get_rank()}: {ranks_text(ranks_of(few[0].process_group))} hold unit {paths[0]!r}, and more "
-        f"ranks the model around it (such units: {first_names(paths)}). A state dict has what its own rank holds "
-        "of them. If other ranks hold other parameters, as of experts: save the full state dict of a rank of each "
-        "group, and before torch.distributed.checkpoint saves sharded ones, give the modules different names.",
+        f"rank {dist.get_rank()}: {ranks_text(ranks_of(few[0].process_group))} hold unit "
+        f"{paths[0]!r}, and more ranks the model around it (such units: {first_names(paths)}). A "
+        "state dict has only the parameters of its own rank. If other ranks hold different ones, "
+        "such as experts: save the full state dict of a rank of each group, and before "
+        "torch.distributed.checkpoint saves sharded ones, give the modules different names.",
         stacklevel=2,
     )

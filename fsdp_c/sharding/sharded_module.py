@@ -229,7 +229,9 @@ class Segment(ShardedModule):
         enclosing = self.__dict__.get("_enclosing")
         fsdp_module = enclosing() if enclosing is not None else None
         if fsdp_module is None:
-            raise AttributeError(f"a segment of a unit that is gone has no attribute {name!r}")
+            raise AttributeError(
+                f"the unit of this segment was freed, and the segment itself has no attribute {name!r}"
+            )
         return getattr(fsdp_module, name)
 
     @property

@@ -149,8 +149,8 @@ class OptimParams:
         if strangers := [tuple(param.shape) for param in found if param not in self.by_param]:
             raise KeyError(
                 "the optimizer holds parameters that are not the model's, of shapes "
-                f"{first_names(strangers)}: make the optimizer of model.parameters() after wrapping, and ask "
-                "for its state outside of summon_full_params"
+                f"{first_names(strangers)}: create the optimizer from model.parameters() after "
+                "wrapping, and take its state outside of summon_full_params"
             )
         return dict(enumerate(found))
 

@@ -190,19 +190,20 @@ def _misfit(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> st
     name, key, value = found[0]
     if is_made_of_tensors(value):
         return (
-            f"optimizer state {key!r} of {name} is a {type(value).__name__} on rank {managed[name].owner.rank}, a "
-            "tensor whose elements are in other tensors: of such state only that of torchao's optimizers can be "
-            "saved. Save optimizer.state_dict() of each rank in a file of its own"
+            f"optimizer state {key!r} of {name} is a {type(value).__name__} on rank "
+            f"{managed[name].owner.rank}, a tensor whose elements are in other tensors: only "
+            "torchao's optimizers are supported with such state. Save optimizer.state_dict() of each "
+            "rank in a separate file"
         )
     shape = (
         f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"tensors in a {type(value).__name__}"
     )
     return (
-        f"optimizer state {key!r} of {name} has {shape} on rank {managed[name].owner.rank}, whose shard holds "
-        f"{_own_numel(managed[name])} elements of it, the first of {len(found)} states that do not fit: only state "
-        "of the parameter's own shape can be saved. Optimizers with other state need whole parameters: make "
-        "this one inside fsdp_c.optim.WholeParameters; or they need ShardingStrategy.NO_SHARD with "
-        "use_orig_params=True"
+        f"optimizer state {key!r} of {name} has {shape} on rank {managed[name].owner.rank}, whose "
+        f"shard holds {_own_numel(managed[name])} elements of it, the first of {len(found)} states "
+        "that do not fit: only state of the parameter's own shape can be saved. Optimizers with "
+        "other state need full parameters: wrap this one in fsdp_c.optim.WholeParameters, or use "
+        "ShardingStrategy.NO_SHARD with use_orig_params=True"
     )
 
 

@@ -126,8 +126,8 @@ def _warn_legacy(old: str, new: str) -> None:
 def _warn_optim_input(optim_input: OptimInput) -> None:
     if optim_input is not None:
         warnings.warn(
-            "The `optim_input` argument is deprecated and will be removed: pass `optim`, whose groups say "
-            "the same.",
+            "The `optim_input` argument is deprecated and will be removed: pass `optim`, which has "
+            "the same groups.",
             FutureWarning,
             stacklevel=3,
         )

@@ -397,9 +397,10 @@ def sharded_values(
 def _refuse_address(types: object, args: object, kwargs: object, process_group: object) -> None:
     """Raise with a remedy: torch's ``async_save`` calls data_ptr() first, and torch's own error has none."""
     raise RuntimeError(
-        "a ShardedTensor has no data_ptr(), so that torch.distributed.checkpoint.async_save cannot copy it: wrap "
-        "the model with device_mesh=..., whose state dicts it takes, or pass fsdp_c.checkpoint.model_state(model) "
-        "and optim_state(model, optimizer), or call fsdp_c.checkpoint.save(..., background=True)"
+        "a ShardedTensor has no data_ptr(), so that torch.distributed.checkpoint.async_save cannot "
+        "copy it: wrap the model with device_mesh=..., whose state dicts it supports, or pass "
+        "fsdp_c.checkpoint.model_state(model) and optim_state(model, optimizer), or call "
+        "fsdp_c.checkpoint.save(..., background=True)"
     )
 
 
@@ -525,8 +526,8 @@ def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamL
         if isinstance(value, Tensor) and not layout.shape:
             return value
         raise AssertionError(
-            f"Expected ShardedTensor, got {type(value)}: a sharded state dict has no such {fqn}; "
-            "load full tensors with StateDictType.FULL_STATE_DICT"
+            f"Expected ShardedTensor, got {type(value)} for {fqn} in a sharded state dict; load full "
+            "tensors with StateDictType.FULL_STATE_DICT"
         )
     shards = value.local_shards()
     if len(shards) >= 2:

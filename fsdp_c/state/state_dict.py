@@ -271,9 +271,9 @@ def _refuse_part_of_shared(fsdp_module: ShardedModule) -> None:
         if not is_summoned(holder):
             around = unit_name(holder._whole.module)
             raise RuntimeError(
-                f"rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}: {first_names(names)} of "
-                f"{around} are parameters of it that modules elsewhere share, and {around} holds them. Take "
-                "the state dict of that unit, or call this within summon_full_params() of it"
+                f"rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}: {first_names(names)} "
+                f"of {around} are shared with modules outside of this unit, so {around} owns them. "
+                "Take the state dict of that unit, or call this inside its summon_full_params()"
             )
 
 

@@ -90,9 +90,9 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
         for param in handle_of(inner).managed_params:
             if not is_shown(param):
                 raise RuntimeError(
-                    f"{param.fqn} is not shown on rank {inner.rank} in its full shape {tuple(param.shape)}: "
-                    "inside summon_full_params(rank0_only=True) only rank 0 can load, and what it loads is gone "
-                    "at the end"
+                    f"{param.fqn} is not shown on rank {inner.rank} in its full shape "
+                    f"{tuple(param.shape)}: inside summon_full_params(rank0_only=True) only rank 0 "
+                    "can load, and the loaded values are dropped at the end"
                 )
     for at, inner in fsdp_modules[len(parts) :]:
         state_dict[at + inner._flat_param_name] = loaded.get(inner, Mark(False, frozenset()))
@@ -284,8 +284,8 @@ def _warn_of_conversions(modules: Sequence[tuple[str, ShardedModule]], state_dic
     if converted:
         warnings.warn(
             f"rank {modules[0][1].rank}: the state dict holds integers or complex numbers for "
-            f"{first_names(converted)}, which become real floating-point numbers, as nn.Module has it. "
-            "Convert them before loading, if that is meant",
+            f"{first_names(converted)}, which become real floating-point numbers, as in nn.Module. "
+            "Convert them before loading if this is intended",
             stacklevel=2,
         )
 

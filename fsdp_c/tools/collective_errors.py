@@ -15,11 +15,12 @@ from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.tools import phases
 
 _TAKES_LESS = (
-    "Smaller units (auto_wrap_policy=), a smaller batch and cpu_offload=CPUOffload(offload_params=True) take "
-    "less; fsdp_c.summary(model) estimates what a step takes."
+    "Smaller units (auto_wrap_policy=), a smaller batch and "
+    "cpu_offload=CPUOffload(offload_params=True) take less; fsdp_c.summary(model) estimates the "
+    "memory of a step."
 )
 _GATHERS_LESS = (
-    "offload_to_cpu=True with rank0_only=True keeps what was gathered off the device; "
+    "offload_to_cpu=True with rank0_only=True keeps gathered parameters off the device; "
     "fsdp_c.iter_full_params() and fsdp_c.checkpoint.save() never hold the whole model."
 )
 _RAN_OUT = "memory ran out while this rank"

@@ -34,7 +34,7 @@ def check_ddp(root: ShardedModule, ddp: DistributedDataParallel) -> None:
                 stacklevel=2,
             )
             continue
-        why = "sharded, each rank's being of another part" if handle.uses_sharded_strategy else "offloaded"
+        why = "sharded, with a different part on each rank" if handle.uses_sharded_strategy else "offloaded"
         raise RuntimeError(
             f"rank {handle.rank}, unit {handle.name}: DistributedDataParallel cannot average the gradient of its "
             f"flat parameter, which is {why}: use HYBRID_SHARD in place of DistributedDataParallel, or NO_SHARD "

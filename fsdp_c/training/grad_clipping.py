@@ -34,7 +34,7 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
     max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
     if not max_norm >= 0:
         raise ValueError(
-            f"max_norm must be at least 0, not {max_norm}, which would turn gradients around or to NaN"
+            f"max_norm must be at least 0, not {max_norm}, which would reverse gradients or make them NaN"
         )
     _check_norm_type(norm_type)
     sharded_handles, whole_handles = _handles(root)

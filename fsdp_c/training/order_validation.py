@@ -48,11 +48,11 @@ class OrderValidation:
         if self._warned or unit == expected:
             return
         self._warned = True
-        came = "no more" if expected is None else f"{self._names[expected]} next"
+        came = "no more units" if expected is None else f"{self._names[expected]} next"
         warnings.warn(
-            f"Forward order differs from that of the first iteration on rank {self._rank}. Collectives "
-            f"are unchecked and may give incorrect results or hang.\nIn the first iteration came {came}, but "
-            f"{self._names[unit]} was run",
+            f"Forward order differs from that of the first iteration on rank {self._rank}. "
+            "Collectives are unchecked and may give incorrect results or hang.\nThe first iteration "
+            f"had {came}, but {self._names[unit]} was run",
             stacklevel=2,
         )
 

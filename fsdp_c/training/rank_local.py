@@ -54,9 +54,10 @@ def total_norm(
         _warn_once(
             root,
             root,
-            "torch.nn.utils.clip_grad_norm_ and get_total_norm take the norm of this rank's shards alone, so that "
-            "each rank clips by another. Call model.clip_grad_norm_(max_norm), or fsdp_c.install() first, under "
-            "which torch's are right.",
+            "torch.nn.utils.clip_grad_norm_ and get_total_norm take the norm of this rank's shards "
+            "only, so that each rank clips by a different norm. Call "
+            "model.clip_grad_norm_(max_norm), or fsdp_c.install() first, under which torch's are "
+            "right.",
             stacklevel=6,  # caller of clip_grad_norm_
         )
     return torchs_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
@@ -99,9 +100,9 @@ def unscale_grads_(
         _warn_once(
             optimizer,
             units[0],
-            f"{type(self).__name__} looks for inf and NaN in this rank's shards alone, so that ranks skip other "
-            f"steps of {type(optimizer).__name__} and get other scales. Use fsdp_c.ShardedGradScaler, or call "
-            "fsdp_c.install() first, under which torch's is right.",
+            f"{type(self).__name__} looks for inf and NaN in this rank's shards only, so that ranks "
+            f"skip different steps of {type(optimizer).__name__} and get different scales. Use "
+            "fsdp_c.ShardedGradScaler, or call fsdp_c.install() first, under which torch's is right.",
             stacklevel=5,  # caller of step()
         )
     return found

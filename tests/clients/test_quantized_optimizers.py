@@ -400,7 +400,7 @@ def test_state_of_another_tensor_subclass_is_refused_on_all_ranks(rank: int, use
     if rank == 1:
         for own in optimizer.state.values():
             own["momentum_buffer"] = Foreign(own["momentum_buffer"])
-    words = r"optimizer state 'momentum_buffer' of \S+ is a Foreign.* a file of its own"
+    words = r"optimizer state 'momentum_buffer' of \S+ is a Foreign.* a separate file"
     with state_type(model, "full"), pytest.raises(ValueError, match=words):
         FSDP.optim_state_dict(model, optimizer)
     with pytest.raises((ValueError, checkpoint.CheckpointError), match=words):

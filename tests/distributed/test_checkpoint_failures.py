@@ -108,7 +108,7 @@ def test_extra_state_that_is_missing_or_unexpected_is_an_error_before_anything_i
         (
             with_state,
             Giving,
-            "model.1._extra_state is unexpected: the module that has it has no set_extra_state",
+            "model.1._extra_state is unexpected: its module has no set_extra_state",
         ),
     ):
         model, optimizer, layer = made(2, kind)
@@ -309,7 +309,7 @@ def test_state_that_is_not_a_parameters_own_is_refused_by_name():
             checkpoint.save(model, optimizer, folder / "ckpt")
     optimizer = torch.optim.SGD(plain.parameters())
     optimizer.state["all"]["seen"] = 1
-    with pytest.raises(ValueError, match=r"SGD has state of \['all'\], which are no parameters"):
+    with pytest.raises(ValueError, match=r"SGD has state of \['all'\], which are not parameters"):
         checkpoint.save(plain, optimizer, folder / "ckpt")
     dist.barrier()
     assert [file.name for file in folder.iterdir()] == ["fresh"]

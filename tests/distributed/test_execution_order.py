@@ -144,7 +144,7 @@ def test_a_later_deviation_is_warned_of_once(rank: int) -> None:
     assert warnings_of(model, "left", "right") == []
     (text,) = warnings_of(model, "right", "left")
     assert f"on rank {rank}" in text and "may give incorrect results or hang" in text
-    assert text.endswith("came ['left.weight', 'left.bias'] next, but ['right.weight', 'right.bias'] was run")
+    assert text.endswith("had ['left.weight', 'left.bias'] next, but ['right.weight', 'right.bias'] was run")
     assert warnings_of(model, "right", "left") == []
 
 
@@ -153,7 +153,7 @@ def test_one_forward_more_is_a_deviation() -> None:
     model = checked()
     assert warnings_of(model, "left") == []
     (text,) = warnings_of(model, "left", "right")
-    assert "In the first iteration came no more, but ['right.weight', 'right.bias'] was run" in text
+    assert "The first iteration had no more units, but ['right.weight', 'right.bias'] was run" in text
 
 
 @on_ranks(2)

@@ -241,7 +241,7 @@ def test_views_of_a_freed_model_or_of_replaced_views_raise(rank: int) -> None:
     model.zero_grad()
     model._flat_param.data = model._flat_param.data.double()
     model(batch(rank).double()).sum().backward()
-    with pytest.raises(RuntimeError, match=r"gone with it or have moved. Clone"):
+    with pytest.raises(RuntimeError, match=r"freed with it or have moved. To use it"):
         scale.sum()
     assert_refused(attributes(model), rank)
     scale = model.module.scale

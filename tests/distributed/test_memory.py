@@ -173,7 +173,7 @@ def test_backward_of_a_freed_model_is_refused() -> None:
     output = model(batch())
     del model
     gc.collect()
-    with pytest.raises(RuntimeError, match="that is gone: keep the model until its backward has run"):
+    with pytest.raises(RuntimeError, match="that was freed: keep the model until its backward has run"):
         output().sum().backward()
 
 

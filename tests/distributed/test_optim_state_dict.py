@@ -285,7 +285,7 @@ def test_state_of_another_shape_is_refused_on_every_rank(rank):
         param = next(p for p in model.parameters() if p.numel())
         optimizer.state[param]["exp_avg"] = torch.zeros(2)
     with pytest.raises(
-        ValueError, match=r"'exp_avg' of .* has shape \(2,\) on rank 1.* need ShardingStrategy.NO_SHARD"
+        ValueError, match=r"'exp_avg' of .* has shape \(2,\) on rank 1.* use ShardingStrategy.NO_SHARD"
     ):
         saved(model, optimizer)
 

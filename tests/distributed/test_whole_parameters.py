@@ -661,7 +661,7 @@ def test_what_cannot_be_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"flat ones: wrap it with .*use_orig_params=True"):
         WholeParameters(wrapped(plain_model(), use_orig_params=False), torch.optim.SGD, lr=0.1)
     optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
-    with pytest.raises(RuntimeError, match="make it anew"):
+    with pytest.raises(RuntimeError, match="construct it again"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
@@ -698,7 +698,7 @@ def test_an_optimizer_that_raises_on_one_rank_is_an_error_on_all(bucket_nbytes: 
     with pytest.raises(RuntimeError) as raised:
         train(model, [optimizer], range(1))
     assert "the optimizer of rank 1 raised ArithmeticError: no inverse" in str(raised.value)
-    assert "go on from a checkpoint" in str(raised.value)
+    assert "resume from a checkpoint" in str(raised.value)
     if bucket_nbytes is None:  # with one bucket nothing was sent back yet
         same_values(model, plain)
     train(model, [optimizer], range(1, 2))

@@ -163,7 +163,7 @@ def test_module_that_cannot_be_wrapped_is_refused(name: str) -> None:
 def test_wrapping_a_unit_again_warns_and_adds_a_unit_without_parameters(use_orig_params: bool) -> None:
     """As torch allows it: the outer unit is one without parameters."""
     inner = FSDP(layer(), use_orig_params=use_orig_params)
-    with pytest.warns(UserWarning, match="is a FullyShardedDataParallel already.*wrap once"):
+    with pytest.warns(UserWarning, match="is a FullyShardedDataParallel already.*wrap it once"):
         outer = FSDP(inner, use_orig_params=use_orig_params)
     assert outer._handle is None and outer.module is inner
     assert [name for name, _ in outer.state_dict().items()] == ["weight", "bias"]
@@ -384,7 +384,7 @@ def test_an_optimizer_of_other_parameters_is_refused(use_orig_params: bool) -> N
             ),
         ):
             with pytest.raises(
-                KeyError, match=r"not the model's, of shapes \[\(3, 3\), \(3,\)\]: make the opt"
+                KeyError, match=r"not the model's, of shapes \[\(3, 3\), \(3,\)\]: create the opt"
             ):
                 refused()
 
@@ -424,7 +424,7 @@ def test_loading_integers_or_complex_numbers_warns_once(dtype: torch.dtype) -> N
 def test_save_with_a_fake_process_group_is_refused(tmp_path: Path, background: bool) -> None:
     model = FSDP(layer(), device_id=torch.device("cpu"))
     words = (
-        f"saving {tmp_path / 'ckpt'}: of the 4 ranks of torch's fake process group only rank {RANK} is there"
+        f"saving {tmp_path / 'ckpt'}: of the 4 ranks of torch's fake process group only rank {RANK} exists"
     )
     with pytest.raises(CheckpointError, match=words):
         checkpoint.save(model, None, tmp_path / "ckpt", background=background)

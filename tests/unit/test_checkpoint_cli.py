@@ -88,8 +88,8 @@ def test_torchs_converters_make_one_file_of_a_checkpoint_and_one_of_it(saved: Pa
     [
         (["verify", "nowhere"], "nowhere: no such checkpoint"),
         (["verify", "empty"], "empty: not a checkpoint: it has no .metadata file"),
-        (["verify", "full.pt"], "full.pt: a file; sharded checkpoints are folders"),
-        (["verify", "{saved}/.metadata"], ".metadata: a file; sharded checkpoints are folders"),
+        (["verify", "full.pt"], "full.pt: is a file, but sharded checkpoints are folders"),
+        (["verify", "{saved}/.metadata"], ".metadata: is a file, but sharded checkpoints are folders"),
     ],
 )
 def test_trouble_is_one_line_and_status_2(args, message, saved, tmp_path, monkeypatch, capsys) -> None:

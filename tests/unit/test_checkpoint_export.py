@@ -158,7 +158,7 @@ def test_every_dtype_is_the_librarys_and_aligned(tmp_path: Path) -> None:
         (
             {"net": {"a": torch.ones(1)}},
             [],
-            "has no tensors below 'model', but net: name another --model-key",
+            "has no tensors below 'model', but net. Pass another --model-key",
         ),
         ({"model": {"a": "text"}}, [], "has no tensors below 'model', but model"),
     ],
@@ -204,7 +204,7 @@ def test_a_full_disk_leaves_nothing_and_what_a_killed_export_left_is_named(
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
     run(saved, out, status=2)
-    assert f"error: {left}: exists: another export" in capsys.readouterr().err
+    assert f"error: {left}: exists already: another export" in capsys.readouterr().err
     assert [path.name for path in out.parent.iterdir()] == [left.name] and [*left.iterdir()]
 
 
@@ -218,7 +218,7 @@ def test_what_exists_stays(saved: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("folder", "file", "link"):
         run(saved, tmp_path / name, status=2)
-        assert f"error: {tmp_path / name}: exists: export to another path" in capsys.readouterr().err
+        assert f"error: {tmp_path / name}: exists already. Export to another path" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine" and list((tmp_path / "folder").iterdir()) == []
 
 

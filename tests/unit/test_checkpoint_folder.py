@@ -229,10 +229,10 @@ def test_an_address_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     save("source", 1)
     for path in ("s3://bucket/run", Path("s3://bucket/run"), "gs://b", "file:///tmp/run", "HDFS+x://a/b"):
         for work in (save, lambda path, version: checkpoint.load(model_of(1), None, path)):
-            with pytest.raises(ValueError, match="an address"):
+            with pytest.raises(ValueError, match="is a URL"):
                 work(path, 1)
         assert cli.main(["verify", str(path)]) == 2
-        assert "an address; checkpoints are folders" in capsys.readouterr().err
+        assert "is a URL, but checkpoints are folders" in capsys.readouterr().err
     for work in (save, lambda path, version: checkpoint.load(model_of(1), None, path)):
         with pytest.raises(ValueError, match="empty"):
             work("", 1)
@@ -469,7 +469,7 @@ def test_what_could_not_be_held_open_and_is_gone_is_told(tmp_path: Path) -> None
         found.keep_open(found.sizes)
     save(path, 2)
     (name,) = [name for name in found.sizes if name.endswith(".distcp")]
-    with pytest.raises(CheckpointError, match="__0_0.distcp: gone while the checkpoint was read"):
+    with pytest.raises(CheckpointError, match="__0_0.distcp: disappeared while the checkpoint was read"):
         with found.open(name):
             pass
 

@@ -176,10 +176,10 @@ def repeated(metadata: Metadata) -> None:
         (set_place(relative_path="a\0b"), "leads out of the folder"),
         (set_place(relative_path="link"), "a link out of the folder"),
         (set_place(relative_path="nowhere"), "nowhere: missing"),
-        (set_place(relative_path=3), "the name of a file is no text"),
+        (set_place(relative_path=3), "a file name is not a string"),
         (set_place(offset=-1), "sizes"),
         (set_place(offset=True), "sizes"),
-        (set_place(length=2**40), "but .* ends at .*: torn"),
+        (set_place(length=2**40), "but .* ends at .*: truncated"),
         (set_place(length=1), "24 bytes in 1 bytes of a file"),
         (set_place(transform_descriptors=["zstd"]), "compressed or encrypted"),
         (set_tensor(size=torch.Size([2, 4])), "the chunks of model.weight have 6 elements"),
@@ -187,10 +187,13 @@ def repeated(metadata: Metadata) -> None:
         (set_tensor(chunks=chunk([0], [6])), "outside its shape"),
         (set_tensor(chunks=None), "no dtype or chunks"),
         (set_tensor(properties=None), "damaged"),
-        (set_tensor(chunks=chunk([0, 0], [1, 3]) + chunk([1, 0], [1, 3])), "is nowhere|24 bytes|have"),
+        (
+            set_tensor(chunks=chunk([0, 0], [1, 3]) + chunk([1, 0], [1, 3])),
+            "has no place in a file|24 bytes|have",
+        ),
         (set_tensor(chunks=chunk([0, 0], [1, 3]) * 2), "overlap"),
         (repeated, "model.weight is larger than all files"),
-        (set_tensor(size=((2,), (3,))), "where sizes are expected"),
+        (set_tensor(size=((2,), (3,))), "is not a list of sizes or offsets"),
         (huge, "larger than all files"),
         (long_path, "the path of note"),
         (no_place, "nowhere"),
@@ -287,7 +290,7 @@ def test_bytes_entries_stay_bytes(tmp_path: Path) -> None:
     metadata.state_dict_metadata["model.weight"] = BytesStorageMetadata()
     metadata.storage_data[MetadataIndex("model.weight")] = metadata.storage_data[MetadataIndex("note")]
     rewrite(path, metadata)
-    with pytest.raises(CheckpointError, match="model.weight is no tensor in the checkpoint"):
+    with pytest.raises(CheckpointError, match="model.weight is not a tensor in the checkpoint"):
         checkpoint.load(nn.Linear(3, 2, bias=False), None, path)
 
 

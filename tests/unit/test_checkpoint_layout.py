@@ -69,7 +69,7 @@ def test_a_damaged_one_is_refused_and_torch_reads_the_checkpoint(tmp_path: Path,
         else:
             layout.write_bytes(content)
         with pytest.raises(
-            CheckpointError, match=f"{LAYOUT}: (damaged: .*checkpoint.load|missing|.*torn or replaced)"
+            CheckpointError, match=f"{LAYOUT}: (damaged: .*checkpoint.load|missing|.*truncated or replaced)"
         ):
             checkpoint.load(*trained(0.0), path)
         assert cli.main(["verify", str(path)]) == 1
@@ -118,8 +118,8 @@ def put_box(**changes: Any) -> Callable[[dict[str, Any]], None]:
     ("change", "reason"),
     [
         (put(shape=[2**40, 2**40]), "sizes"),
-        (put(shape=[2**30, 2**30]), "have 15 elements, its shape is"),
-        (put(shape=[-1, 5]), "sizes are expected"),
+        (put(shape=[2**30, 2**30]), "have 15 elements, but its shape is"),
+        (put(shape=[-1, 5]), "is not a list of sizes or offsets"),
         (put(dtype="load"), "has no dtype"),
         (put(dtype="complex128"), "pieces are missing|boxes|larger"),
         (put(keys=[]), "index out of range"),
@@ -128,11 +128,11 @@ def put_box(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (put_box(sizes=[2**30, 2**30]), "outside"),
         (put_box(sizes=[1, 5]), "have 5 elements"),
         (put_box(offsets=[1, 0]), "outside"),
-        (put_box(order=[0, 0]), "are in no order"),
-        (put_box(starts=[0, 2**40]), "ranges of .* are torn"),
-        (put_box(pieces=[0, 2**40]), "its records are torn|ranges of"),
+        (put_box(order=[0, 0]), "order of dimensions of .* is invalid"),
+        (put_box(starts=[0, 2**40]), "ranges of .* are incomplete"),
+        (put_box(pieces=[0, 2**40]), "its records are incomplete|ranges of"),
         (put_box(pieces=[0, 1]), "pieces|ranges of"),
-        (lambda header: header.update(piece_nbytes=2**40), "pieces where"),
+        (lambda header: header.update(piece_nbytes=2**40), "pieces, but"),
         (lambda header: header.update(piece_nbytes=-1), "pieces are missing"),
         (lambda header: header.update(piece_nbytes=1), "by zero|pieces are missing"),
         (lambda header: header.update(groups=header["groups"][:-1]), "'"),
@@ -163,7 +163,7 @@ def test_records_lead_nowhere_else(tmp_path: Path) -> None:
             lambda header: None,
             lambda rest, at=at, n=number: rest[:at] + n + rest[len(rest) + at + len(n) :],
         )
-        with pytest.raises(CheckpointError, match="ends at .*: torn|__7_0.distcp: missing"):
+        with pytest.raises(CheckpointError, match="ends at .*: truncated|__7_0.distcp: missing"):
             for entry in read_checkpoint(work).entries.values():
                 _ = [*entry.chunks] if isinstance(entry, TensorEntry) else None
 

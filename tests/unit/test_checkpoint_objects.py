@@ -166,7 +166,7 @@ REFUSED = {
     "a numpy scalar of type 'M8'": np.datetime64("2026-01-01T00:00", "15m"),
     "a numpy scalar of type 'V4'": np.zeros(2, [("a", "f4")])[0],
     "Unsupported operand": 2**3000,
-    "holds itself": HOLDS_ITSELF,
+    "contains itself": HOLDS_ITSELF,
     "Thread": threading.Thread(),
 }
 

@@ -78,7 +78,7 @@ def test_what_a_kill_inside_a_removal_or_a_first_save_left_is_removed_by_the_nex
 def test_one_that_another_job_saves_to_is_left_with_a_warning(tmp_path: Path) -> None:
     save(tmp_path / "step-1")
     with folder.new_data_folder(tmp_path / "step-1"):
-        with pytest.warns(UserWarning, match="step-1: not removed in spite of keep=1: .* is saving there"):
+        with pytest.warns(UserWarning, match="step-1: could not be removed for keep=1: .* is saving there"):
             save(tmp_path / "step-2", keep=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -91,7 +91,7 @@ def test_names_without_a_number_and_nothing_kept_are_refused_before_anything_is_
 ) -> None:
     with pytest.raises(ValueError, match="keep=3: .*final has no number in its name"):
         save(tmp_path / "final", keep=3)
-    with pytest.raises(ValueError, match="keep=0: the checkpoint that is saved would be removed"):
+    with pytest.raises(ValueError, match="keep=0 would remove the checkpoint that is saved"):
         save(tmp_path / "step-1", keep=0)
     assert not names(tmp_path)
     assert folder.latest(str(tmp_path)) is None

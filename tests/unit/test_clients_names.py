@@ -225,7 +225,7 @@ def test_replaced_step_that_is_not_called_is_warned_of(recwarn: pytest.WarningsR
         mock.patch.object(FlatParamHandle, "new", len, create=True),
     ):
         assert not recwarn.list
-    with pytest.warns(UserWarning, match="place of FlatParamHandle._all_gather_flat_param is not called"):
+    with pytest.warns(UserWarning, match="replacement of FlatParamHandle._all_gather_flat_param is not called"):
         FlatParamHandle._all_gather_flat_param = len
     del FlatParamHandle._all_gather_flat_param
     assert FlatParamHandle._all_gather_flat_param is _C.Handle._all_gather_flat_param

@@ -69,7 +69,7 @@ def _is_fsdp_flattened(tensor: torch.Tensor) -> bool:
 def _named_parameters_with_duplicates(module: nn.Module, **kwargs: Any) -> list[tuple[str, nn.Parameter]]:
     """Return ``named_parameters`` with all names of shared ones, if the module's method supports that."""
     if "remove_duplicate" in kwargs:
-        raise AssertionError("remove_duplicate cannot be passed: duplicates are what this is for")
+        raise AssertionError("remove_duplicate cannot be passed: this function returns duplicates")
     try:
         return list(module.named_parameters(remove_duplicate=False, **kwargs))
     except AssertionError:

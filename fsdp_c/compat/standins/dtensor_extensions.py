@@ -53,7 +53,8 @@ class DTensorExtensions(FSDPExtensions):
     ) -> torch.Tensor:
         if isinstance(tensor, DTensor):
             raise TypeError(
-                "a DTensor is no part of a ShardedTensor: pass device_mesh, so that state dicts hold DTensors"
+                "a DTensor cannot be part of a ShardedTensor: pass device_mesh, so that state dicts "
+                "hold DTensors"
             )
         return shard_utils._create_chunk_sharded_tensor(tensor, rank, world_size, num_devices_per_node, pg)
 
