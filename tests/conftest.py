@@ -43,18 +43,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device", choices=("cpu", "cuda"), default="cpu", help="device of the models in rank tests"
     )
     group.addoption(
-        "--exhaustive", action="store_const", const="1", help="every fault and every wait, not a part of them"
+        "--exhaustive",
+        action="store_const",
+        const="1",
+        help="test every fault and every wait, not only a part",
     )
-    group.addoption("--width", type=int, metavar="N", help="columns of the tests' models: 5; large ones: 640")
+    group.addoption(
+        "--width", type=int, metavar="N", help="width of the tests' models: 5, or 640 for large ones"
+    )
     group.addoption(
         "--part",
         type=int,
         metavar="N",
-        help="of each file one test in N, always the same ones, and none of those marked slow",
+        help="run one test in N of each file: a fixed choice, without tests marked slow",
     )
-    group.addoption("--rest", type=int, metavar="N", help="the tests that --part N leaves out")
+    group.addoption("--rest", type=int, metavar="N", help="run the tests that --part N leaves out")
     group.addoption(
-        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="of the chosen tests the I-th part of N"
+        "--shard",
+        type=_shard,
+        default=(1, 1),
+        metavar="I/N",
+        help="run the Ith of N parts of the chosen tests",
     )
 
 
@@ -68,7 +77,8 @@ def _shard(text: str) -> tuple[int, int]:
 @pytest.hookimpl(tryfirst=True)  # before conftest.py files of folders, which import test modules
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "slow: not in --part N: starts torchrun, or takes longer than 10 s, as others do the same"
+        "markers",
+        "slow: excluded by --part N, because it starts torchrun, or takes over 10 s and similar tests exist",
     )
     assert "tests.settings" not in sys.modules  # it reads the environment at import
     for name in ("device", "exhaustive", "width"):

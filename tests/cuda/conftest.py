@@ -31,7 +31,7 @@ def missing() -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = missing()
     if reason is not None and real_cuda.is_on():
-        raise pytest.UsageError(f"this process was to have a CUDA build of torch: {reason}")
+        raise pytest.UsageError(f"this process must have a CUDA build of torch: {reason}")
     for item in items:
         if HERE in item.path.parents and reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
