@@ -1,4 +1,4 @@
-"""Background saves: equal bytes to foreground saves, whatever training does meanwhile, and their guarantees."""
+"""Background saves write the bytes of foreground saves while training continues, and keep their guarantees."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_the_memory_of_the_copies_is_used_again():
     assert sum(own.values()) // 2 < _host_copies.memory.nbytes <= 1.1 * sum(own.values())
 
 
-# ----------------------------------------------------------------- what goes wrong
+# ----------------------------------------------------------------- failures
 
 
 @pytest.mark.parametrize("background", [False, True])
