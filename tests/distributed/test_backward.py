@@ -203,7 +203,7 @@ def test_vmap_works_without_gradients_and_is_refused_with_them(
 
 
 class Recursive(nn.Module):
-    """Its forward calls its own unit, and uses its parameters before and after that."""
+    """A module whose forward calls its own unit, and uses its parameters before and after the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ def test_a_unit_with_its_whole_module_in_a_checkpoint_is_resharded_at_once(rank:
 
 
 class TurnsGradOn(nn.Module):
-    """Computes with history whatever it is called under."""
+    """A module that enables gradients in its forward, also if the caller disables them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ def of_output_and_slope(model: Any, x: Tensor) -> Tensor:
 
 
 def amid_other_forwards(model: Any, x: Tensor) -> Tensor:
-    """As a WGAN's critic has it."""
+    """Return the loss of a WGAN's critic."""
     real = model(2 * x.detach()).mean()
     penalty = (slope(model, x).norm(dim=1) - 1).square().mean()
     with torch.no_grad():
@@ -574,7 +574,7 @@ def test_losses_weighted_by_gradients_of_the_last_layer(
 
 
 class Recurrent(nn.Module):
-    """nn.LSTM and nn.GRU keep their weights in a list of their own, too."""
+    """A model with nn.LSTM and nn.GRU, which also keep their weights in a list."""
 
     def __init__(self) -> None:
         super().__init__()
