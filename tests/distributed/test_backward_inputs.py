@@ -38,8 +38,10 @@ def plain() -> nn.Sequential:
 
 
 def wrapped(alone: bool = False, units: bool = True, **options: Any) -> FullyShardedDataParallel:
-    """Of one unit for each layer; ``alone``: each rank has a group of its own. Flat parameters are in the
-    graph."""
+    """Return a model with a unit per layer, whose flat parameters are in the graph.
+
+    ``alone``: each rank has its own process group.
+    """
     importlib.import_module("torch.distributed.pipelining")
     if alone:
         options["process_group"] = [dist.new_group([rank]) for rank in range(dist.get_world_size())][
@@ -138,7 +140,7 @@ def test_backward_with_inputs_of_one_flat_parameter_of_a_unit(rank: int) -> None
 @own_ranks
 def test_autograd_grad_returns_gradients_of_unsharded_flat_parameters(rank: int, orig_hooks: bool) -> None:
     model, expected = wrapped(alone=True), plain()
-    if orig_hooks:  # as autograd calls them
+    if orig_hooks:  # autograd calls hooks on original parameters
         for param in model.parameters():
             param.register_hook(lambda grad: grad * 2)
     loss_of(expected, rank).backward()
@@ -200,7 +202,7 @@ def test_separate_backwards_for_inputs_and_weights(rank: int) -> None:
 
 @own_ranks
 def test_a_pipeline_of_units_that_are_not_sharded_trains(rank: int, world_size: int) -> None:
-    """With use_orig_params, where torch's FSDP1 takes wrong steps without a word."""
+    """The units have use_orig_params, with which torch's FSDP1 silently takes wrong steps."""
     if device().type != "cpu":
         pytest.skip("gloo's point-to-point calls are of the CPU")
     pipelining = pytest.importorskip("torch.distributed.pipelining")
