@@ -137,7 +137,7 @@ def body_load(rank: int, world_size: int, folder: str, groups: int = 2, **option
     assert extra["nested"]["name"] == "x" and torch.equal(
         extra["nested"]["tensor"], torch.arange(4, device="cpu")
     )
-    train(model, optimizer, steps=1)  # with the loaded state
+    train(model, optimizer, steps=1)  # uses the loaded state
 
 
 def across(tmp_path: Path, saving: int, loading: int, save: dict[str, Any], load: dict[str, Any]) -> None:
@@ -388,7 +388,7 @@ def test_the_values_work_with_plain_dcp():
     assert_holds(folder, again, optimizer)
 
 
-# ----------------------------------------------------------------- what is not a parameter
+# ----------------------------------------------------------------- buffers and extra state
 
 
 class WithState(nn.Module):
