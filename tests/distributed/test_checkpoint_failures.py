@@ -1,5 +1,5 @@
-"""After a failed load or save, model, state and groups are unchanged on every rank, except for the values
-that the error names.
+"""A failed load or save leaves model, state and groups unchanged on every rank, except for the values that
+the error names.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def test_extra_state_that_one_rank_does_not_take_is_an_error_on_all():
     assert "groups" not in changed(before, model, optimizer)
 
 
-# ----------------------------------------------------------------- what cannot be saved
+# ----------------------------------------------------------------- state that cannot be saved
 
 
 @on_ranks(2)
@@ -287,7 +287,7 @@ def test_state_that_is_not_a_parameters_own_is_refused_by_name():
     folder = folder_of_ranks()
     plain = nn.Linear(3, 3)
     lbfgs = torch.optim.LBFGS(plain.parameters())
-    checkpoint.save(plain, lbfgs, folder / "fresh")  # without state
+    checkpoint.save(plain, lbfgs, folder / "fresh")  # the optimizer has no state yet
 
     def closure() -> torch.Tensor:
         lbfgs.zero_grad()
