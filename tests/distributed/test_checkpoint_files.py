@@ -125,7 +125,7 @@ def test_safetensors_through_dcps_writer_and_reader(consolidated):
     folder = folder_of_ranks()
     model = wrap(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)), True, auto_wrap_policy=None)
     expected = full_model(model)
-    # its reader supports parts that are rows: DTensors
+    # HuggingFaceStorageReader supports only parts that are rows: DTensors
     meshed = wrap(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)), True, auto_wrap_policy=None, mesh=True)
     meshed.load_state_dict(expected)
     writer = dcp.HuggingFaceStorageWriter(
