@@ -167,7 +167,7 @@ def test_names_are_those_of_torchs_get_state_dict_and_both_load(how):
         assert (
             full_model(uncompiled(theirs)).keys() == full_model(uncompiled(build(how, 3, kind=Inner))).keys()
         )
-    # in the other direction, a plain model under torch loads the save of a compiled one
+    # conversely, a plain model under torch loads the save of a compiled one
     model = build(how, 2, kind=Inner)
     own = stepped(model)
     checkpoint.save(model, own, folder / "ours")
@@ -184,7 +184,9 @@ def test_names_are_those_of_torchs_get_state_dict_and_both_load(how):
 
 
 class Holder(nn.Module):
-    """A module that calls a child _orig_mod, as torch.compile does, beside a parameter with the name of the child's."""
+    """A module that calls a child _orig_mod, as torch.compile does, beside a parameter with the name of the
+    child's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
