@@ -207,8 +207,7 @@ def test_native_path_returns_when_a_replacement_is_removed(rank: int) -> None:
 
 
 def orders(which: str, rank: int, **arguments: Any) -> list[list[Any]]:
-    """For each of three steps: the collectives, and between them the layers as they run forward and
-    backward."""
+    """Return, for each of three steps, the collectives and the layers' forwards and backwards in order."""
     model = build(which, **arguments)
     steps = []
     with calls() as seen:
