@@ -50,7 +50,7 @@ def sum_hook(state: list[int], grad: Tensor, shard: Tensor | None = None) -> Non
 
 
 def own_shard_hook(state: object, grad: Tensor, shard: Tensor | None = None) -> None:
-    """Sends nothing: the shard is this rank's part of its own gradient, in new data of another dtype."""
+    """Set the shard to this rank's part of its own gradient, in new data of another dtype, without sending."""
     if shard is None:
         grad.data = grad.data.double()
     else:
