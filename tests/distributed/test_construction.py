@@ -112,7 +112,7 @@ def test_parameters_with_gaps_in_memory_keep_their_values(
 
 @on_ranks(2)
 def test_shapes_that_lead_out_of_a_parameter_are_refused(rank: int) -> None:
-    """Views are made of them in C."""
+    """C code makes views with these shapes."""
     with mock.patch.object(flat_param, "without_gaps", lambda tensor: tensor):
         with pytest.raises(ValueError, match=rf"rank {rank}, unit .* does not lie in its 25 elements"):
             FSDP(Sliced(5), device_id=device())
