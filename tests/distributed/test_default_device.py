@@ -1,4 +1,4 @@
-"""torch.set_default_device(): fsdp_c creates its tensors on the right device, whatever the default is."""
+"""torch.set_default_device(): fsdp_c creates its tensors on the right device under any default."""
 
 from __future__ import annotations
 
