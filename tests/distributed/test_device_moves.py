@@ -1,7 +1,8 @@
-"""Flat parameters that leave the device between steps and come back, and units that are used layer by layer.
+"""Flat parameters that are moved off the device between steps and back, and units that are used layer by
+layer.
 
-Libraries for reinforcement learning do both around a rollout. On the CPU nothing can leave: a copy stands for
-it, and tests/cuda has the rest.
+Libraries for reinforcement learning do both around a rollout. On the CPU a copy replaces the move; tests/cuda
+has real moves.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def move(model: Any) -> None:
-    """With the checks that such a library makes."""
+    """Move the flat parameters, with the checks of such a library."""
     _lazy_init(model, model)
     assert model._is_root
     for handle in model._all_handles:
@@ -51,8 +52,9 @@ def move(model: Any) -> None:
 def test_moved_model_trains_as_an_unmoved_one(
     rank: int, use_orig_params: bool, strategy: str, mixed: bool
 ) -> None:
-    """Before the first step, between steps, between a forward and its backward, and after an
-    evaluation."""
+    """Moves before the first step, between steps, between a forward and its backward, and after an
+    evaluation.
+    """
     seen = []
     for moves in (False, True):
         options = {"mixed_precision": MixedPrecision(torch.bfloat16)} if mixed else {}
@@ -92,7 +94,7 @@ def test_original_parameters_move_with_their_edits(rank: int) -> None:
     loss_of(model, rank, 0).backward()
     model.zero_grad()
     param = next(param for param in model.parameters() if param.numel())
-    param.data = torch.full_like(param, 2.0)  # not taken over yet
+    param.data = torch.full_like(param, 2.0)  # not written back yet
     handle = next(
         handle for handle in model._all_handles if any(param is one for one in handle.flat_param._params)
     )
