@@ -235,7 +235,7 @@ STATE_DICTS += [
         torchs=(
             RuntimeError,
             "Found state_dict_type LOCAL_STATE_DICT",
-        ),  # after which torch 2.10 shows a tuple's repr
+        ),  # torch 2.10 appends a tuple's repr
     ),
 ]
 
