@@ -1,5 +1,5 @@
-"""The order of forwards: validated under TORCH_DISTRIBUTED_DEBUG=DETAIL; and the final callback, whenever it is
-called.
+"""The order of forwards: validated under TORCH_DISTRIBUTED_DEBUG=DETAIL; and the final callback, whenever it
+is called.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_forward_order_that_differs_across_ranks_is_an_error_naming_both(rank: i
         r"rank 1 is all-gathering parameters for \['right.weight', 'right.bias'\]",
     ):
         step(model, *(("left", "right") if rank == 0 else ("right", "left")))
-    step(model, "left", "right")  # the error came before the all-gather: nothing is left over
+    step(model, "left", "right")  # the error was raised before the all-gather, so the model still works
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.numel())
 
 
