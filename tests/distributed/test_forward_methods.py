@@ -18,7 +18,7 @@ from tests.training import PER_BLOCK, batch, wrap
 
 
 class Generator(Net):
-    """A model with methods beside forward, one of which calls it."""
+    """A model with methods besides forward; one of them calls forward."""
 
     def encode(self, x: Tensor, scale: float = 1.0) -> Tensor:
         """Uses the root's own parameters and a unit inside."""
@@ -150,7 +150,7 @@ def test_error_of_an_unregistered_method_names_the_unit_and_the_remedy(
 
 @on_ranks(2)
 def test_error_of_a_method_with_gathered_parameters_stays_as_it_is(rank: int) -> None:
-    """Its own errors, those inside a forward, and those inside summon_full_params."""
+    """The method's own errors, errors inside a forward, and errors inside summon_full_params are unchanged."""
     model = build()
     model(batch(rank))
     with pytest.raises(ValueError, match="^planted$"):
