@@ -79,7 +79,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "dlpack": lambda t: t.detach().__dlpack__(),
     "share_memory_": lambda t: t.detach().cpu().share_memory_(),
 }
-ONLY_BY_NAME: dict[str, Callable[[Tensor], Any]] = {  # of a tensor whose storage is freed these are harmless
+ONLY_BY_NAME: dict[str, Callable[[Tensor], Any]] = {  # harmless on a tensor whose storage is freed
     "data": lambda t: t.data,
     "detach alone": lambda t: t.detach(),
     "view": lambda t: t.view(-1),
@@ -126,7 +126,7 @@ def assert_raising(tensors: dict[str, Tensor]) -> None:
 @on_ranks(2)
 def test_attributes_between_steps_are_refused_by_name(rank: int, strategy: str) -> None:
     model = build(False, strategy)
-    assert_refused(attributes(model), rank)  # before the first forward
+    assert_refused(attributes(model), rank)  # also before the first forward
     for _ in range(2):
         model(batch(rank)).sum().backward()
         assert_refused(attributes(model), rank)
