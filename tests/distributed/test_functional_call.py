@@ -261,7 +261,7 @@ def test_functional_call_without_use_orig_params_is_right_or_refused(strategy: s
 @all_strategies
 @on_ranks(2)
 def test_a_parameter_that_is_assigned_is_no_swap(strategy: str) -> None:
-    """Before any forward and later, twice in a row, and where it was deleted before."""
+    """Assignments before any forward and later, twice in a row, and after a deletion."""
     model, expected = wrap(plain(), strategy), plain()
     for _ in range(2):
         for one in (model, expected):
