@@ -1,4 +1,4 @@
-"""Where tensors and inputs of units are moved to, and dtypes that libraries set before the first forward."""
+"""Moves of tensors and inputs of units to devices, and dtypes that libraries set before the first forward."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def wrap(module: nn.Module, which: str = "fsdp_c", **arguments: Any) -> Any:
 
 @on_ranks(2)
 def test_only_own_tensors_that_are_on_the_cpu_are_moved() -> None:
-    """Gradients with them; neither nested units nor ignored tensors. A dtype stands for the device,
-    which ``Tensor.to`` takes as well.
+    """Gradients are moved with them, but not nested units and ignored tensors. The test passes a dtype in
+    place of the device, because ``Tensor.to`` accepts both.
     """
     with torch.device("cpu"):
         model = plain(blocks=2)
