@@ -150,8 +150,8 @@ def test_summon_full_params_holds_everything_and_gives_it_back(use_orig_params: 
 @both_views
 @on_ranks(2)
 def test_a_dropped_model_that_knows_itself_gives_its_storage_back(use_orig_params: bool) -> None:
-    """Such cycles come from registered forward methods, and from libraries that keep the wrapped model in an
-    inner module.
+    """Registered forward methods, and libraries that keep the wrapped model in an inner module, create such
+    cycles.
     """
     meter = Meter()
     model = build("SHARD_GRAD_OP", use_orig_params=use_orig_params)
@@ -180,7 +180,7 @@ def test_backward_of_a_freed_model_is_refused() -> None:
 @both_views
 @on_ranks(2)
 def test_module_in_the_dtype_of_computation_has_no_low_precision_copy(use_orig_params: bool) -> None:
-    """Under NO_SHARD it computes in the shard itself."""
+    """The module computes in the shard itself under NO_SHARD."""
     low = MixedPrecision(param_dtype=torch.bfloat16)
     net = EqualBlocks(BLOCKS, WIDTH).bfloat16()
     model = wrap(net, strategy="NO_SHARD", use_orig_params=use_orig_params, mixed_precision=low)
