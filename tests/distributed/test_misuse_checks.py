@@ -1,4 +1,4 @@
-"""Mistakes of scripts that torch's FSDP1 takes without a word are told, and what looks like them is not."""
+"""Warnings and errors for mistakes that torch's FSDP1 accepts silently, and none for similar correct code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def nothing_told() -> Iterator[None]:
 
 
 def assert_told_here(record: Any) -> None:
-    """At the line of the script; on a GPU autograd's own thread tells, which comes from no line."""
+    """Assert that the warning has the script's line. On a GPU autograd's own thread warns, without a line."""
     assert record[0].filename == __file__ or device_type() == "cuda"
 
 
@@ -161,7 +161,7 @@ def test_what_is_ignored_and_averaged_by_a_hook_may_train_outside_of_units(
 def test_what_is_ignored_and_trained_is_told_by_name_in_the_first_step_alone(
     rank: int, world_size: int, by_module: bool
 ) -> None:
-    """Torch says nothing."""
+    """torch does not warn."""
     net = Net().to(device())
     backward(wrapped(TorchFSDP, net, ignored_states=list(net.head.parameters())), rank)
     grads = [torch.empty_like(net.head.weight) for _ in range(world_size)]
@@ -247,7 +247,7 @@ def made_after(net: nn.Module, stale: torch.optim.Optimizer) -> Any:
 
 
 def swapped(net: nn.Module, stale: torch.optim.Optimizer) -> Any:
-    """As Accelerate does."""
+    """Wrap the model and put its parameters into an existing optimizer, like Accelerate."""
     model = wrapped(net=net)
     stale.param_groups[0]["params"] = list(model.parameters())
     return model, stale
@@ -330,7 +330,7 @@ def test_clipping_of_whole_gradients_by_torch_is_right(rank: int) -> None:
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     for found in [one for one in gc.get_objects() if type(one) is TorchFSDP]:
-        found.__class__ = nn.Module  # those that ran are never collected
+        found.__class__ = nn.Module  # units that ran are never collected
     fsdp_c.install()
     try:
         yield
@@ -367,7 +367,7 @@ def test_gradients_of_what_no_graph_has_are_refused_with_a_remedy(
     if use_orig_params or strategy == "FULL_SHARD":
         with pytest.raises(RuntimeError, match=said):
             grad()
-    if use_orig_params and strategy != "HYBRID_SHARD":  # as for an adaptive loss weight
+    if use_orig_params and strategy != "HYBRID_SHARD":  # e.g. for an adaptive loss weight
         loss = model(batch(rank)).square().mean()
         said = (
             rf"not have been used.*\n\(rank {rank}, unit Net: .* not \['head.weight'\] as between.*return it"
@@ -437,7 +437,7 @@ def test_parts_of_models_are_clipped_by_their_own_norm_where_fsdp_c_is_installed
             torch.nn.utils.clip_grad_norm_(chosen, 1.0, error_if_nonfinite=True)
 
 
-# ----------------------------------------------------------------- what cannot be, in words
+# ----------------------------------------------------------------- errors about sharded parameters
 
 
 def encoder(kind: type[nn.Module], use_orig_params: bool) -> FSDP:
@@ -452,8 +452,9 @@ def encoder(kind: type[nn.Module], use_orig_params: bool) -> FSDP:
 def test_a_fast_path_that_reads_past_its_units_names_unit_and_remedy(
     rank: int, use_orig_params: bool
 ) -> None:
-    """Torch's FSDP1 says "expected 2-D `qkv_weight`, got 1-D tensor", or that a storage is of size 0. Views of
-    freed storage keep torch off the fast path."""
+    """torch's FSDP1 raises "expected 2-D `qkv_weight`, got 1-D tensor", or an error about an empty storage.
+    Views of freed storage disable torch's fast path.
+    """
     if device_type() == "cuda":
         pytest.skip("there is no fast path on a simulated GPU")
     x = torch.ones(2, 3, 8)
@@ -492,7 +493,7 @@ def test_other_errors_of_a_module_around_units_are_left_alone() -> None:
 
 
 class Waiting(nn.Linear):
-    """Its forward lets another thread run."""
+    """A layer whose forward lets another thread run."""
 
     def forward(self, x: Tensor) -> Tensor:
         turn, self.turn = self.turn, None
