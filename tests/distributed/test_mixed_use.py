@@ -118,7 +118,7 @@ def test_torchs_state_dict_type_sets_that_of_our_units() -> None:
 @both_views
 @on_ranks(2)
 def test_torchs_no_sync_leaves_gradients_right(rank: int, use_orig_params: bool) -> None:
-    """torch looks for units of its own class: each backward reduces, and the sum is the same."""
+    """torch's no_sync finds no units of its own class, so each backward reduces, and the sum is the same."""
     grads = []
     for no_sync in (TorchFSDP.no_sync, FSDP.no_sync):
         torch.manual_seed(0)
@@ -136,7 +136,7 @@ def test_torchs_no_sync_leaves_gradients_right(rank: int, use_orig_params: bool)
 @on_ranks(2)
 def test_torchs_optimizer_state_is_ours(use_orig_params: bool) -> None:
     trained = Trained(use_orig_params, stepped=True)
-    # with it torch confuses the states
+    # torch confuses the states with offload_to_cpu=True
     settings = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
     with FSDP.state_dict_type(trained.model, StateDictType.FULL_STATE_DICT, None, settings):
         given, expected = (
