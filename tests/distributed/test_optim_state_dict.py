@@ -294,7 +294,7 @@ def test_state_of_another_shape_is_refused_on_every_rank(rank):
 @pytest.mark.parametrize("found", [torch.zeros(3), [torch.zeros(3), torch.zeros(2, 2)]], ids=["rows", "list"])
 @on_ranks(2)
 def test_an_optimizer_whose_state_needs_whole_parameters_is_refused_once(rank, use_orig_params, found):
-    """Adafactor, Shampoo and SOAP are such optimizers."""
+    """Adafactor, Shampoo and SOAP need full parameters."""
     model, optimizer = trained(use_orig_params, rank)
     count = sum(bool(param.numel()) for param in optimizer.state)
     for state in optimizer.state.values():
