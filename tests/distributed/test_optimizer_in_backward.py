@@ -57,7 +57,7 @@ def test_steps_at_each_reduction_equal_torchs(rank: int, strategy: str) -> None:
 
 @on_ranks(2)
 def test_gradients_that_come_after_the_units_own_are_used(rank: int) -> None:
-    """Of a term of the parameters themselves."""
+    """The loss has a term of the parameters themselves."""
     models = [sharded("fsdp_c") for _ in range(2)]
     _apply_optimizer_in_backward(torch.optim.SGD, models[0].parameters(), {"lr": 0.05})
     optimizer = torch.optim.SGD(models[1].parameters(), lr=0.05)
