@@ -68,7 +68,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A modality: units inside it, and parameters of its own."""
+    """The encoder of a modality, with units inside and its own parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,8 +82,8 @@ class Encoder(nn.Module):
 class Program(NamedTuple):
     """The modules that one forward runs."""
 
-    encoder: int  # how often
-    layers: list[list[int]]  # which experts
+    encoder: int  # number of calls
+    layers: list[list[int]]  # experts of each layer
 
 
 class Model(nn.Module):
