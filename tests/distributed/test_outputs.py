@@ -38,7 +38,7 @@ class DataOutput:
 
 
 class Registered:
-    """A container of its own kind, known to pytree."""
+    """A container registered with pytree."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
