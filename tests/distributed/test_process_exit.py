@@ -148,7 +148,7 @@ def test_groups_that_are_not_destroyed_serve_to_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_threads_of_groups_that_are_kept_do_not_abort_the_process(tmp_path: Path) -> None:
-    for attempt, by in enumerate(("keep", "hold")):  # by torch.distributed, or by the script alone
+    for attempt, by in enumerate(("keep", "hold")):  # kept by torch.distributed, or by the script only
         assert_ended_well(run(tmp_path / str(attempt), by, "silent", "slow"))
 
 
@@ -165,7 +165,7 @@ def test_a_rank_whose_collective_failed_ends_with_its_own_error(tmp_path: Path) 
     first, _ = run(tmp_path, "fail")
     assert first.returncode == 1, first
     assert "RuntimeError" in first.errors
-    assert "group is gone: False" in first.output  # its destructor could wait
+    assert "group is gone: False" in first.output  # not destroyed, because the destructor could wait
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
