@@ -152,7 +152,7 @@ def test_get_total_norm_after_install_of_units_and_other_gradients(rank: int, us
     ]
     with installed(), nothing_told():
         torch.testing.assert_close(torch.nn.utils.get_total_norm(iter(chosen)), expected)
-        if rank == 0:  # of no unit: nothing is sent
+        if rank == 0:  # these gradients belong to no unit, so the call is not collective
             of_plain = grads_of(plain[2].parameters())
             assert torch.nn.utils.get_total_norm(of_plain) == get_total_norm(of_plain)
             torch.nn.utils.get_total_norm(grads_of(nets[0].head.parameters()))
@@ -208,7 +208,7 @@ def test_get_total_norm_where_a_rank_has_no_gradients(rank: int) -> None:
 def test_compiled_functions_clip_and_differentiate_beside_units(
     rank: int, use_orig_params: bool, is_installed: bool
 ) -> None:
-    """Of plain modules in one graph, with the values of before; of units with the norm of all ranks under install()."""
+    """Plain modules are clipped in one graph with unchanged values, units by the global norm under install()."""
 
     def clip(params: list[nn.Parameter]) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(params, 0.05)
@@ -243,7 +243,7 @@ def test_compiled_functions_clip_and_differentiate_beside_units(
 
 
 class Derived(GradScaler):
-    """As libraries derive theirs."""
+    """A subclass like those of libraries."""
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)
@@ -309,7 +309,7 @@ def test_grad_scaler_after_install_with_a_rank_without_gradients(rank: int) -> N
     torch.manual_seed(5)
     net = nn.Sequential(nn.Linear(WIDTH, 1), nn.Linear(1, 7 * WIDTH))
     model = wrapped(net=net, use_orig_params=True)
-    params = [model.module[0].weight]  # on rank 0 alone
+    params = [model.module[0].weight]  # on rank 0 only
     with installed(), nothing_told():
         scaler = GradScaler(device().type, init_scale=1024.0, growth_interval=1)
         assert scales(model, scaler, sgd(params), rank) == [2048.0, 1024.0, 2048.0, 4096.0]
