@@ -51,7 +51,7 @@ class Scale(nn.Module):
 
 
 class Net(nn.Module):
-    """A root with parameters of its own around three units, of which a forward may leave out the second."""
+    """A root with its own parameters and three units. A forward may skip the second."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def step(trainer: Trainer) -> None:
 def step_by_hand(trainer: Trainer) -> None:
     with torch.no_grad():
         for param in trainer.params:
-            if param.grad is not None:  # on a rank that holds nothing of a parameter it is None
+            if param.grad is not None:  # None on a rank without elements of the parameter
                 param -= 0.25 * param.grad
                 param.grad = None
 
@@ -141,7 +141,7 @@ def scale_shown_data(trainer: Trainer) -> None:
         param.data.mul_(1.5)
 
 
-def scale_kept(trainer: Trainer) -> None:  # as an EMA of a teacher does
+def scale_kept(trainer: Trainer) -> None:  # like an EMA of a teacher
     torch._foreach_mul_([param.detach() for param in trainer.params if param.numel()], 1.5)
 
 
@@ -181,7 +181,7 @@ def both(width: int = WIDTH, **arguments: Any) -> tuple[Trainer, Trainer]:
 
 
 def run(change: Change, trainers: tuple[Trainer, Trainer], held: bool) -> None:
-    """A step, a forward whose backward never comes, the change, two more steps."""
+    """Run a step, a forward without a backward, the change, and two more steps."""
     for trainer in trainers:
         trainer.train(0)
         trainer.loss(1).backward()
@@ -385,7 +385,7 @@ def test_an_exception_or_a_move_loses_no_writes() -> None:
 
 
 class Writing(Block):
-    """Its forward writes into a trained parameter, and into a frozen one, which it keeps as a codebook."""
+    """A block whose forward writes into a trained parameter and into a frozen one, a codebook."""
 
     def __init__(self, writes_from: int = 0, recomputed: bool = False) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -405,7 +405,7 @@ class Writing(Block):
 
 
 class WritingNet(nn.Module):
-    """Its root has a parameter that is written to as well."""
+    """A model whose root also has a parameter that forwards write to."""
 
     def __init__(self, recomputed: str = "no", writes_from: int = 0) -> None:
         super().__init__()
@@ -432,8 +432,9 @@ def both_writing(*given: Any, **arguments: Any) -> tuple[Trainer, Trainer]:
 def test_writes_of_a_forward_to_its_parameters_are_kept(
     strategy: str, use_orig_params: bool, recomputed: str
 ) -> None:
-    """As `nn.Embedding(max_norm=...)` does, and a codebook; torch raises. A recomputation writes once
-    more."""
+    """Writes like those of `nn.Embedding(max_norm=...)` and of codebooks, which raise in torch. A
+    recomputation writes once more.
+    """
     trainers = both_writing(recomputed, strategy=strategy, use_orig_params=use_orig_params)
     for trainer in trainers:
         for index in range(3):
