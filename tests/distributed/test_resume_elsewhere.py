@@ -153,8 +153,8 @@ def load_by_older_functions(model: Any, optimizer: Any, folder: Path) -> None:
 def load_by_set_state_dict(model: Any, optimizer: Any, folder: Path) -> None:
     with mock.patch("torch.distributed.checkpoint.state_dict.FSDP", FSDP):
         own = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        # By default the planner drops a ShardedTensor without rows on this rank, and then takes the
-        # checkpoint for one of an older format, also with torch's FSDP1.
+        # The default planner drops a ShardedTensor without rows on this rank, and then assumes an older
+        # format of the checkpoint, also with torch's FSDP1.
         dcp.load(own, checkpoint_id=folder, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
         set_state_dict(model, optimizer, model_state_dict=own["model"], optim_state_dict=own["optimizer"])
 
