@@ -1,7 +1,7 @@
-"""Parameters without dimensions, as the temperature of CLIP: torch refuses them.
+"""Parameters without dimensions, such as CLIP's temperature, which torch refuses.
 
-What is expected comes from the plain module, gradients averaged over the ranks; and, bit for bit, from the same
-model with vectors of one element in their place.
+Expected results come from the plain module with averaged gradients, and bit for bit from the same model with
+vectors of one element instead.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def fresh(
 def test_optimizer_state_is_exchanged_with_the_plain_optimizer(
     build: Build, name: str, strategy: str, use_orig_params: bool, tmp_path: Path
 ) -> None:
-    """Whole, in rows and in checkpoints; numbers such as "step" stay numbers."""
+    """Full, sharded and in checkpoints; numbers such as "step" stay numbers."""
     trained = Trained(build, OPTIMIZERS[name])
     start = (trained, build, OPTIMIZERS[name], strategy, use_orig_params)
     model, optimizer = fresh(*start)
@@ -293,7 +293,7 @@ def test_optimizer_state_is_exchanged_with_the_plain_optimizer(
 
 @on_ranks(2)
 def test_state_that_is_nan_is_saved() -> None:
-    """Where every rank has the whole parameter, its state is a tensor and no number that ranks compare."""
+    """If every rank has the whole parameter, its state is a tensor, not a number that ranks compare."""
     model = units(Scaled(), "NO_SHARD", True)
     optimizer = adamw(model.parameters())
     train(model, optimizer, range(1))
