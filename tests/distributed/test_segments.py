@@ -1,6 +1,6 @@
-"""Units whose parameters differ in dtype, or in whether they are trained: one flat parameter for each kind.
+"""Units with parameters of several dtypes, or frozen and trained ones: one flat parameter for each kind.
 
-What torch refuses trains here.
+torch's FSDP1 refuses some of these units.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ KINDS = {
     "qlora": qlora,
     "frozen dtypes": frozen_dtypes,
 }
-# of a block, where frozen ones are apart
+# flat parameters of a block under split_frozen()
 NUM_FLAT = {"lora": 2, "two dtypes": 2, "quantised": 5, "qlora": 5, "frozen dtypes": 2}
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -169,7 +169,7 @@ def train_plain(
     start: int = 0,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> torch.optim.Optimizer:
-    """As ``world_size`` ranks would train it: each a loss of its own, gradients averaged."""
+    """Train the plain model like ``world_size`` ranks: a loss per rank, gradients averaged."""
     optimizer = optimizer or optimizer_of(model)
     trained = [param for param in model.parameters() if param.requires_grad]
     for step in range(start, start + steps):
