@@ -212,7 +212,7 @@ def test_one_parameter_of_two_optimizers_is_refused_by_name(rank: int) -> None:
         checkpoint.save(model, optimizers, folder_of_ranks() / "saved")
 
 
-# ----------------------------------------------------------------- unfrozen, and not stepped yet
+# ----------------------------------------------------------------- unfrozen parameters before their first step
 
 
 def unfrozen(use_orig_params: bool | None, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
