@@ -333,7 +333,7 @@ def test_rows_of_another_number_of_ranks_are_refused(rank):
 @both_views
 @on_ranks(2)
 def test_local_dict_equals_torchs(rank, use_orig_params, offload):
-    """With use_orig_params the dict contains original parameters besides the flat ones."""
+    """The dict contains original parameters besides the flat ones with use_orig_params."""
     states = []
     for which in ("torch", "fsdp_c"):
         model = wrap(odd(), use_orig_params, which)
@@ -345,7 +345,7 @@ def test_local_dict_equals_torchs(rank, use_orig_params, offload):
     assert ("net.inp.weight" in states[1]) == use_orig_params
     for name in states[0]:
         if isinstance(states[0][name], ShardedTensor):
-            # in torch's, of a detached tensor
+            # torch's metadata describe a detached tensor
             states[0][name].metadata().tensor_properties.requires_grad = False
         assert_same_value(name, states[0][name], states[1][name])
 
@@ -353,7 +353,7 @@ def test_local_dict_equals_torchs(rank, use_orig_params, offload):
 @both_views
 @on_ranks(4)
 def test_local_dict_saves_and_loads_with_either_kind_of_parameters(rank, use_orig_params):
-    """With use_orig_params torch saves dicts that it cannot load. fsdp_c loads the flat parameters."""
+    """torch cannot load the dicts that it saves with use_orig_params. fsdp_c loads the flat parameters."""
     source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
     train(source, rank)
     buffer = io.BytesIO()
