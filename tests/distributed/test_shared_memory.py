@@ -18,7 +18,7 @@ from tests.models import Block
 from tests.ranks import all_strategies, both_views, on_ranks
 from tests.training import assert_same, batch, full_state, plain, sharded
 
-# on a GPU an array is one of a copy in any case
+# an array of a GPU tensor is always a copy
 pytestmark = pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="numpy shares CPU memory")
 
 Export = Callable[[Tensor], Any]
@@ -102,7 +102,7 @@ def test_writes_to_an_array_within_summon_full_params_are_written_back(use_orig_
         for param in model.parameters():
             array = param.detach().numpy()
             array *= 2
-    array[...] = 7  # after it
+    array[...] = 7  # a write after summon_full_params has no effect
     assert_same({name: 2 * value for name, value in floats(plain())}, dict(floats(model, full_state(model))))
 
 
