@@ -182,7 +182,7 @@ def are_same(one: Any, other: Any) -> bool:
 
 
 def values_elsewhere(kind: StateDictType, use_orig_params: bool) -> dict[str, Any]:
-    """Return torch's values outside of all such points."""
+    """Return torch's values outside of all these points."""
     return plain_values(got(built("torch", use_orig_params), kind))
 
 
