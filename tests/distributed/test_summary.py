@@ -1,4 +1,4 @@
-"""Ranks hold, gather and reduce what ``summary`` tells."""
+"""The numbers of ``summary`` are those that ranks hold, all-gather and reduce."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Stage(nn.Module):
-    """A unit with units inside, and parameters of its own before and behind them."""
+    """A unit with units inside, and its own parameters before and after them."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Stage(nn.Module):
 
 
 class Stages(nn.Sequential):
-    """A root without parameters of its own, over units of several sizes."""
+    """A root without its own parameters, over units of several sizes."""
 
     def __init__(self) -> None:
         super().__init__(Block(extra=True), Stage(2), Block(tied=True), Stage(1), nn.Sequential(Block()))
@@ -65,7 +65,7 @@ def optional_blocks() -> nn.Module:
 
 
 def optional_stages() -> nn.Module:
-    """With units inside, of a root without parameters."""
+    """Return stages whose optional module has units inside, below a root without parameters."""
     stages = Stages()
     optional(stages[1])
     return stages
@@ -101,7 +101,7 @@ def step(model: FSDP) -> None:
 
 
 def measured_peak(model: FSDP, held_before: int) -> int:
-    """Of the second step: the first has no order to prefetch by."""
+    """Return the peak of the second step. The first step has no recorded order for prefetching."""
     step(model)
     _C.peak_unsharded_nbytes(reset=True)
     step(model)
