@@ -112,7 +112,7 @@ def assert_close(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None
 
 
 def assert_same_step(model: Any, reference: nn.Module, lr: float = 0.5) -> None:
-    """Of SGD, by the gradients that both have."""
+    """Run a step of SGD with the present gradients on both models, and compare the parameters."""
     for one in (model, reference):
         torch.optim.SGD(one.parameters(), lr=lr).step()
     assert_close(dict(reference.named_parameters()), full_params(model))
@@ -211,8 +211,7 @@ def test_offloaded_units_train_as_the_plain_model(rank: int, use_orig_params: bo
 
 @on_ranks(4)
 def test_frozen_parameter_stays_frozen(rank: int) -> None:
-    """In torch's FSDP1 the local tensors of all DTensors require gradients, so that frozen ones are
-    trained."""
+    """torch's FSDP1 trains frozen DTensors, because it makes all local tensors require gradients."""
     for which, expected in (("torch", True), ("fsdp_c", False)):
         module = tp.parallelized(plain(), "mlp")
         module.layers[0].up.requires_grad_(False)
@@ -387,7 +386,7 @@ def test_rank0_only_summons_on_the_first_data_parallel_rank(rank: int, use_orig_
 def test_full_state_dict_holds_dtensors_of_the_tensor_parallel_mesh(
     rank: int, use_orig_params: bool, config: dict[str, bool]
 ) -> None:
-    """As torch's FSDP1 gives it; with offload_to_cpu that dies of a signal."""
+    """The values equal those of torch's FSDP1, which crashes with offload_to_cpu."""
     model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params)
     state = full_state(model, **config)
     if config.get("rank0_only") and rank // 2 != 0:
@@ -403,7 +402,7 @@ def test_full_state_dict_holds_dtensors_of_the_tensor_parallel_mesh(
 @both_views
 @on_ranks(4)
 def test_full_state_dict_loads_again(rank: int, use_orig_params: bool, form: str) -> None:
-    """Plain tensors of full shape too, such as another kind of run saves; torch refuses those."""
+    """Plain tensors of full shape, saved by a run without tensor parallelism, load too; torch refuses them."""
     source = wrap(tp.parallelized(plain(4), "sequence"), use_orig_params=use_orig_params)
     state = full_state(source) if form != "plain" else plain(4).state_dict()
     model = wrap(tp.parallelized(plain(3), "sequence"), use_orig_params=use_orig_params)
@@ -642,7 +641,7 @@ def test_optimizer_state_of_a_plain_model_loads_into_tensor_parallel_parameters(
 
 
 class ScaledLanguage(tp.Language):
-    """With parameters without dimensions: a plain one, and where it is parallelized a DTensor."""
+    """A model with parameters without dimensions: a plain one and, if parallelized, a DTensor."""
 
     def __init__(self) -> None:
         super().__init__()
