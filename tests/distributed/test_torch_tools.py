@@ -89,7 +89,7 @@ def assert_same(expected: Any, found: Any, path: str = "") -> None:
     if isinstance(expected, Tensor):
         assert expected.dtype == found.dtype and torch.equal(expected, found), path
     elif isinstance(expected, dict):
-        # of names: a contract there
+        # the order of names is part of the contract in these dicts
         order = list if path.startswith((".model", ".full", ".end", ".loaded")) else set
         assert order(expected) == order(found), path
         for key, value in expected.items():
@@ -247,7 +247,7 @@ def test_named_optimizer_trains_and_keeps_its_state_by_names(rank: int) -> None:
 
 
 class Reading(TorchDispatchMode):
-    """As a checker for NaN or a logger of tensors does."""
+    """A mode that reads all tensors, like a checker for NaN or a logger."""
 
     def __init__(self) -> None:
         super().__init__()
