@@ -23,11 +23,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     "offload": {"cpu_offload": CPUOffload(offload_params=True)},
 }
-# but offloaded flat parameters: on a GPU autograd's thread for the CPU may come to their term while they are
-# whole
+# excludes offloaded flat parameters: on a GPU autograd's CPU thread may run their term while unsharded
 VARIANTS = [(name, orig) for name in OPTIONS for orig in (True, False) if orig or name != "offload"]
-# of four steps: which are under no_sync(), after which gradients are cleared, and in which a term is made
-# before the forward or after it
+# each character is one of four steps: under no_sync() or not; gradients cleared after it or not; the term
+# made before or after the forward
 PLANS = {
     "each step": ("ssss", "cccc", "bbbb"),
     "accumulated": ("ssss", "----", "bbab"),
@@ -98,7 +97,7 @@ def test_terms_made_before_the_forward_give_torchs_gradients(rank: int, name: st
 def test_gradients_of_terms_are_added_to_those_of_the_outputs(
     rank: int, name: str, use_orig_params: bool, plan: str
 ) -> None:
-    """Nothing is reduced of them, and they are there however the step came to its gradients."""
+    """Gradients of the terms are not reduced, and are present however the step obtained its gradients."""
     with_terms, without = (
         wrapped(FullyShardedDataParallel, use_orig_params, **OPTIONS[name]) for _ in range(2)
     )
