@@ -318,7 +318,7 @@ def test_random_programs_train_as_the_plain_model(seed: int) -> None:
             optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved))
         for trained, optimizers in ((plain, expected), (model, [optimizer])):
             if step == 2:
-                train(trained, [], range(9, 10))  # one more backward before the one with a step
+                train(trained, [], range(9, 10))  # an extra backward before the one with a step
             train(trained, optimizers, range(step, step + 1))
     same_values(model, plain)
 
@@ -699,7 +699,7 @@ def test_an_optimizer_that_raises_on_one_rank_is_an_error_on_all(bucket_nbytes: 
         train(model, [optimizer], range(1))
     assert "the optimizer of rank 1 raised ArithmeticError: no inverse" in str(raised.value)
     assert "resume from a checkpoint" in str(raised.value)
-    if bucket_nbytes is None:  # with one bucket nothing was sent back yet
+    if bucket_nbytes is None:  # the only bucket was not sent back yet
         same_values(model, plain)
     train(model, [optimizer], range(1, 2))
 
