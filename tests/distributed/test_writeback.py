@@ -1,5 +1,6 @@
-"""Writeback: edits of parameters and gradients between steps reach the shards, as with torch's FSDP1, or are refused by
-name."""
+"""Writeback: edits of parameters and gradients between steps reach the shards, as with torch's FSDP1, or are
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def held(model: nn.Module) -> list[nn.Parameter]:
 
 @on_ranks(2)
 def test_writeback_is_warned_of_under_debug_info(rank: int) -> None:
-    """One warning per parameter or gradient, and none without the level."""
+    """Each parameter or gradient is warned of once, and not without the level."""
     counts = {}
     for which in BOTH:
         for level in (dist.DebugLevel.INFO, dist.DebugLevel.OFF):
@@ -144,7 +145,7 @@ def unheld(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def test_data_outside_the_shard_is_refused_after_one_gather_per_such_parameter(
     rank: int,
 ) -> None:
-    """One is looked at per gather. Each rank holds two of the four, so that both raise
+    """Each unshard checks one parameter outside the shard. Each rank holds two of the four, so both raise
     together."""
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
     model = implementation("fsdp_c")(layers, use_orig_params=True, device_id=device())
