@@ -1,7 +1,6 @@
-"""Arguments of the wrong type, and modules that cannot be wrapped: what to do stands in each error, nothing
-is changed.
+"""Errors for wrong arguments and modules that cannot be wrapped name a remedy, and change nothing.
 
-The rows of the list of errors are in test_errors.py; here is what users do beside them.
+test_errors.py has the errors that torch's FSDP1 raises too.
 """
 
 from __future__ import annotations
@@ -352,7 +351,7 @@ def test_an_error_that_lists_parameters_names_ten() -> None:
 def test_norms_that_are_none_are_refused(
     arguments: tuple[Any, ...], error: type[Exception], message: str
 ) -> None:
-    """With torch they divide by zero, turn gradients around or make them NaN."""
+    """torch divides by zero, reverses gradients or makes them NaN."""
     model = FSDP(layer())
     with pytest.raises(error, match=message):
         model.clip_grad_norm_(*arguments)
@@ -371,7 +370,7 @@ def test_the_scaler_takes_a_device_for_its_type() -> None:
 @both_views
 @pytest.mark.usefixtures("fake_ranks")
 def test_an_optimizer_of_other_parameters_is_refused(use_orig_params: bool) -> None:
-    """With torch this is a KeyError of the tensor."""
+    """torch raises a KeyError with the tensor."""
     plain = layer()
     before = torch.optim.Adam(plain.parameters())
     other = torch.optim.Adam(layer().parameters())
