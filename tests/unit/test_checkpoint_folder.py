@@ -76,7 +76,7 @@ def listed(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-# ----------------------------------------------------------------- what else is there
+# ----------------------------------------------------------------- other files in the folder
 
 
 def test_what_is_not_the_checkpoints_stays(tmp_path: Path) -> None:
