@@ -39,7 +39,7 @@ from tests.processes import ROOT, output_of_python
 
 
 class Harm:
-    """Its unpickling calls a function that creates a file."""
+    """An object whose unpickling calls a function that creates a file."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -372,7 +372,7 @@ def test_pipes_in_a_dcp_folder_are_not_waited_for(tmp_path: Path) -> None:
     refused(path, "__0_0.distcp: missing")
 
 
-# ----------------------------------------------------------------- what is printed
+# ----------------------------------------------------------------- printed names
 
 
 def test_names_command_no_terminal(tmp_path: Path, capsys) -> None:
