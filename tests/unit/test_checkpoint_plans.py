@@ -63,7 +63,7 @@ def plans_of(ranks: int, layers: int = 3, replicas: int = 1) -> list[RankPlan]:
 
 
 def written(plans: list[RankPlan]) -> Planned:
-    """The plan of all ranks, and where all would lie that they write: a record tells rank, part and key."""
+    """Return the merged plan with fake results, whose records encode rank, part and key."""
     planned = merge_plans(plans)
     results = {}
     for rank, plan in enumerate(plans):
