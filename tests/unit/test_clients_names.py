@@ -225,7 +225,9 @@ def test_replaced_step_that_is_not_called_is_warned_of(recwarn: pytest.WarningsR
         mock.patch.object(FlatParamHandle, "new", len, create=True),
     ):
         assert not recwarn.list
-    with pytest.warns(UserWarning, match="replacement of FlatParamHandle._all_gather_flat_param is not called"):
+    with pytest.warns(
+        UserWarning, match="replacement of FlatParamHandle._all_gather_flat_param is not called"
+    ):
         FlatParamHandle._all_gather_flat_param = len
     del FlatParamHandle._all_gather_flat_param
     assert FlatParamHandle._all_gather_flat_param is _C.Handle._all_gather_flat_param
@@ -233,7 +235,7 @@ def test_replaced_step_that_is_not_called_is_warned_of(recwarn: pytest.WarningsR
 
 @both_views
 def test_small_methods_of_a_unit(use_orig_params: bool) -> None:
-    """Its ``_use_training_state`` has no counterpart: the states are written by C alone."""
+    """Only C writes states, so ``_use_training_state`` has no counterpart."""
     model = nested(
         use_orig_params=use_orig_params, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)
     )
@@ -274,7 +276,7 @@ def test_group_of_the_replicas_is_there_with_a_hybrid_strategy_alone() -> None:
 
 
 class Saving(FSDP):
-    """As audiocraft does it."""
+    """Subclass that renames state dict keys, like audiocraft's."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {f"mine.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
