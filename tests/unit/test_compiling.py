@@ -1,4 +1,4 @@
-"""torch._dynamo, slow to import, is imported by torch.compile only. It then skips frames of existing units."""
+"""Only torch.compile imports torch._dynamo, which is slow. Dynamo then skips frames of existing units."""
 
 from tests.processes import output_of_python
 
