@@ -1,4 +1,4 @@
-"""What the constructor decides and refuses, and what a unit answers before its first step."""
+"""Decisions and errors of the constructor, and attributes of a unit before its first step."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_is_root_is_set_by_summon_full_params_and_can_be_reset() -> None:
     with FSDP.summon_full_params(inner):
         pass
     outer = FSDP(nn.Sequential(nn.Linear(3, 3)))
-    outer.module[0] = inner  # where construction does not see it
+    outer.module[0] = inner  # after construction, which would have found it
     outer(torch.ones(2, 3))
     assert outer._is_root is True and inner._is_root is False
 
