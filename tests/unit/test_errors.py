@@ -1,8 +1,8 @@
-"""Every error and warning that torch's FSDP1 has: a program that provokes it in both, and the phrase that ours
-keeps. A key such as X-001 pairs the phrase with its program.
+"""Every error and warning of torch's FSDP1: a program that provokes it in both implementations, and the
+phrase that fsdp_c's message keeps. A key such as X-001 pairs a phrase with its program.
 
-Here are those that one process with a group of four pretended ranks can provoke. Those that need ranks that
-answer are in tests/distributed/test_errors.py.
+This file has the errors that one process with a fake group of four ranks can provoke.
+tests/distributed/test_errors.py has the others.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def on(*devices: str) -> nn.Module:
 
 
 def with_cuda(attempt: Callable[[], Any]) -> None:
-    """With an accelerator, whose current device is cuda:3, that can be asked and not used."""
+    """Run the body with a fake accelerator, current device cuda:3, that can be queried but not used."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "current_device", lambda: 3)
@@ -196,7 +196,7 @@ def synchronise_a_holder(fsdp: Implementation) -> None:
 
 
 def torchs_words_of_a_holder() -> tuple[type[BaseException], str] | None:
-    """Where torch's are others than those that ours keeps."""
+    """Return torch's error on versions that word it differently from the phrase that fsdp_c keeps."""
     if torch_version() < (2, 12):
         return AttributeError, "'str' object has no attribute 'device'"
     return (AssertionError, "expected Tensor or CustomClassBase, got") if torch_version() >= (2, 14) else None
@@ -348,7 +348,7 @@ def flatten_misaligned(fsdp: Implementation) -> None:
 
 
 def set_variable(fsdp: Implementation, name: str) -> None:
-    """What is logged once per process is logged now."""
+    """Clear the caches of messages that are logged once per process."""
     for cached in vars(fsdp.flat_param).values():
         if hasattr(cached, "cache_clear"):
             cached.cache_clear()
@@ -425,7 +425,7 @@ def compute_elsewhere(fsdp: Implementation) -> None:
 
 
 def move_offloaded(fsdp: Implementation) -> None:
-    """Offloading itself wants a device, so that the handle only says that it does."""
+    """Offload needs a device, so the handle is only marked as offloaded."""
     flat_param = nn.Parameter(torch.ones(3, device="meta"))
     if fsdp.is_torchs:
         model = fsdp.wrap(Net())
