@@ -67,7 +67,7 @@ def test_steps_of_fake_tensors_have_torchs_shapes(use_orig_params: bool, precisi
 @both_views
 @pytest.mark.usefixtures("fake_ranks")
 def test_a_first_forward_of_real_parameters_under_the_mode_is_refused(use_orig_params: bool) -> None:
-    """The results of such a forward would be used as if they had memory."""
+    """Without the check, code would use the forward's fake outputs as if they had memory."""
     module = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
     model = FullyShardedDataParallel(module, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
