@@ -135,7 +135,7 @@ def plain(value: Any) -> bool:
 @both_views
 @configurations
 def test_plain_attributes_have_torchs_values(name: str, use_orig_params: bool) -> None:
-    """Of flat parameters:"""
+    """The attributes of flat parameters are compared."""
     theirs, ours = (build(fsdp, use_orig_params, name) for fsdp in (Upstream, FSDP))
     for has_run in (False, True):
         if has_run:
@@ -159,7 +159,7 @@ STORAGES = ("_local_shard", "_full_param_padded", "_full_prec_full_param_padded"
 
 
 def storages(flat_param: Any) -> dict[str, tuple[torch.Size, torch.dtype, bool]]:
-    """Size, dtype and whether there is memory, of what exists."""
+    """Return (size, dtype, True if it has memory) of each existing storage tensor."""
     found = {name: getattr(flat_param, name) for name in STORAGES if hasattr(flat_param, name)}
     return {
         name: (tensor.size(), tensor.dtype, tensor.untyped_storage().size() > 0)
@@ -188,7 +188,7 @@ class Look(nn.Module):
 def test_storage_is_there_when_torchs_is(
     use_orig_params: bool, mixed_precision: MixedPrecision | None, strategy: str
 ) -> None:
-    """In a forward, in a backward and after it, with torch's sizes and dtypes."""
+    """Sizes and dtypes equal torch's in a forward, in a backward and after it."""
     seen = []
     for fsdp in (Upstream, FSDP):
         moments: list[Any] = []
@@ -366,7 +366,7 @@ def test_skipped_use_sharded_views_equals_torchs(name: str, use_orig_params: boo
         found, outputs = [], []
         for model in models:
             with torch.set_grad_enabled(grad):
-                # without outputs no backward can come, and ours shows sharded ones again
+                # without outputs no backward can follow, and fsdp_c exposes sharded parameters again
                 outputs.append(model(torch.ones(2, WIDTH)))
             found.append(model._handle._skipped_use_sharded_views)
         assert found[0] == found[1], grad
