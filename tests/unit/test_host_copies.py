@@ -1,6 +1,4 @@
-"""Host copies for background saves are equal to the saved values, in one buffer, whatever happens to the
-values later.
-"""
+"""Host copies for background saves equal the saved values, in one buffer, also if the values change later."""
 
 from __future__ import annotations
 
