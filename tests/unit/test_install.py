@@ -45,7 +45,7 @@ def test_uninstall_restores_every_name():
     fsdp_c.install()
     fsdp_c.uninstall()
     changed = [key for key, value in before.items() if vars(key[0]).get(key[1], value) is not value]
-    others = ("fsdp_c", "hypothesis")  # which counts what the garbage collector takes
+    others = ("fsdp_c", "hypothesis")  # hypothesis counts garbage collections
     assert [key for key in changed if not key[0].__name__.startswith(others)] == []
     assert BoundName is KEPT["class"]
     assert not fsdp_c.is_installed()
@@ -136,7 +136,7 @@ def test_forward_method_is_registered_through_torchs_function():
     torch_fsdp.register_fsdp_forward_method(model, "twice")
     x = torch.ones(1, 2)
     assert torch.equal(model.twice(x), 2 * model(x))
-    torch_fsdp.register_fsdp_forward_method(Model(2, 2), "twice")  # torch's own, for what is not a unit
+    torch_fsdp.register_fsdp_forward_method(Model(2, 2), "twice")  # a plain module: torch's own function
 
 
 def test_runtime_functions_of_torch_act_on_our_units():
