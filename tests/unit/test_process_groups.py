@@ -1,5 +1,4 @@
-"""What is accepted as a process group: all that says its rank and size. What else it lacks is named when
-needed."""
+"""An object with a rank and a size is accepted as a process group. Other missing methods raise when needed."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ class Double:
 
 
 class Summing(Double):
-    """One rank's sum is its own."""
+    """A group of one rank, whose all-reduce changes nothing."""
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
         return None
@@ -97,6 +96,6 @@ def test_scaler_takes_a_double() -> None:
 
 
 def test_pair_of_doubles_is_no_hybrid_group() -> None:
-    """As upstream has it: creation of hybrid groups asks for torch's."""
+    """Hybrid strategies require torch's process groups, as in torch's FSDP1."""
     with pytest.raises(ValueError, match="tuple of two process groups"):
         wrap((Double(0, 2), Double(0, 2)), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
