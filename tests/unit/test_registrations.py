@@ -1,6 +1,6 @@
-"""How modules are made to show parameters: what their class sees of it, beside torch's.
+"""Registration of parameters on modules: the calls of a module's class methods, compared with torch's.
 
-For each value of FSDP_USE_UNSAFE_SETATTR.
+Each value of FSDP_USE_UNSAFE_SETATTR is tested.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _group = fake_ranks(0, 2)
 
 @pytest.fixture
 def seen() -> list[tuple[str, str]]:
-    """(method, attribute) of what a module's class was asked."""
+    """Record (method, attribute) of each call to the module's class."""
     return []
 
 
@@ -95,8 +95,7 @@ def test_class_takes_part_in_every_forward_where_torchs_does(
 def test_parameters_lie_in_the_dict_of_the_module_where_torchs_do(
     monkeypatch: pytest.MonkeyPatch, use_orig_params: bool, setting: str
 ) -> None:
-    """Bypassed, they are found there, and no __getattr__ is asked. In a forward, after it and in
-    summon_full_params."""
+    """With the bypass, attributes are found in the module's dict, before, in and after a forward."""
     choose(monkeypatch, setting)
     found = []
     for fsdp in (Upstream, FSDP):
@@ -114,7 +113,7 @@ def test_parameters_lie_in_the_dict_of_the_module_where_torchs_do(
         found.append(places)
     if setting == "on":
         assert found[1] == found[0]
-    else:  # a view in a forward is in both there, which no lookup through the module tells apart
+    else:  # in a forward torch registers a view in both dicts, which attribute lookup cannot distinguish
         assert [registered for _, registered in found[1]] == [registered for _, registered in found[0]]
 
 
