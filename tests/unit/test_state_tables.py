@@ -1,4 +1,4 @@
-"""The two state tables: what they refuse names the unit and both states, and nothing changes."""
+"""The two state tables: an illegal transition raises, names the unit and both states, and changes nothing."""
 
 import re
 
