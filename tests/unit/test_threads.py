@@ -1,5 +1,4 @@
-"""One thread steps a model; another that looks at its parameters meanwhile is refused, and the step goes
-on."""
+"""While one thread steps a model, access from another thread raises, and the step continues."""
 
 from __future__ import annotations
 
