@@ -25,7 +25,7 @@ class Pair(NamedTuple):
 class Opaque:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.module = nn.Linear(1, 1)  # its parameters are not outputs
+        self.module = nn.Linear(1, 1)  # parameters of a module inside an output are not outputs
 
 
 class Slotted:
