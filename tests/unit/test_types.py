@@ -1,4 +1,4 @@
-"""The objects of fsdp_c._C, used as nobody should: an exception says so, and no more happens."""
+"""Misuse of the types of fsdp_c._C raises an exception and has no other effect."""
 
 from __future__ import annotations
 
