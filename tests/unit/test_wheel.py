@@ -1,5 +1,4 @@
-"""What ``pip install .`` makes: one abi3 wheel without torch or C++ in it, and clear errors where torch is
-missing."""
+"""The wheel of ``pip install .``: abi3, without torch or C++ inside, and clear errors if torch is missing."""
 
 import importlib.util
 import os
@@ -41,7 +40,7 @@ def call(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPr
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of what is shipped. Not optimised, which is no part of what is tested."""
+    """Build a wheel from a copy of the shipped files, without optimisation to save time."""
     source = tmp_path_factory.mktemp("source")
     for name in SHIPPED:
         if (ROOT / name).is_dir():
@@ -145,7 +144,7 @@ def test_importing_the_extension_before_torch_is_refused(installed: Path) -> Non
 
 
 def test_a_missing_symbol_of_libtorch_is_named(installed: Path, tmp_path: Path) -> None:
-    """One required name in the extension is replaced by one that no libtorch has."""
+    """The test replaces a required name in the extension by a name that no libtorch has."""
     broken = tmp_path / "broken"
     shutil.copytree(installed, broken)
     extension = broken / "fsdp_c" / "_C.abi3.so"
@@ -216,7 +215,7 @@ def test_headers_in_folders_with_spaces_are_known(tmp_path: Path, monkeypatch: p
 def test_a_torch_for_the_cpu_is_found_where_the_build_cannot_import_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under pip: kernels would be compiled that nothing loads."""
+    """Without the check, pip would compile kernels that no torch loads."""
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
     monkeypatch.chdir(ROOT)
     settings = runpy.run_path("setup.py")
@@ -239,7 +238,7 @@ LIBRARIES_OF_TORCH = {
 
 
 def test_kernels_of_another_cuda_than_torchs_are_left_alone(installed: Path, tmp_path: Path) -> None:
-    """Its version is that of the runtime which its library is linked with."""
+    """The fake libtorch_cuda.so links with a CUDA 12 runtime, which defines torch's CUDA version."""
     for name, code in LIBRARIES_OF_TORCH.items():
         (tmp_path / f"{name}.c").write_text(code)
         linking = [
