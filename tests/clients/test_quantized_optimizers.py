@@ -380,7 +380,7 @@ class Foreign(Tensor):
         self.inner = inner
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares what its default is, which is no method
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as an attribute
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:

@@ -200,7 +200,7 @@ def test_a_tied_weight_of_units_wrapped_by_hand_is_refused() -> None:
     model.embed = FSDP(model.embed, use_orig_params=True, device_id=device())
     with pytest.raises(ValueError, match="one parameter belongs to one unit"):
         model.head = FSDP(model.head, use_orig_params=True, device_id=device())
-    with pytest.raises(RuntimeError, match="broken policy"):  # nothing of a wrapping that failed stays behind
+    with pytest.raises(RuntimeError, match="broken policy"):  # a failed wrapping leaves no trace
         wrapped(None, True, auto_wrap_policy=CustomPolicy(broken))
     other = Pair().to(device())
     other.first = FSDP(other.first, use_orig_params=True, device_id=device())

@@ -76,8 +76,8 @@ CUstreamCaptureMode exchange_mode(CUstreamCaptureMode mode) {
     return before;
 }
 
-/* By its mode, a capture forbids calls of all threads, of its own thread, or of none. A thread's mode can
- * exempt its calls. */
+/* A capture's mode forbids calls of all threads, of its own thread, or of none. A thread's mode can exempt its
+ * calls. */
 CUresult refused_while_capturing() {
     if (mode_of_thread == CU_STREAM_CAPTURE_MODE_RELAXED) {
         return CUDA_SUCCESS;

@@ -56,7 +56,7 @@ struct meeting { /* barrier of all ranks */
 };
 
 struct shared {
-    meeting of_streams, of_hosts; /* of collectives; of creating and splitting communicators */
+    meeting of_streams, of_hosts; /* for collectives; for creating and splitting communicators */
     std::atomic<uint32_t> is_aborted;
     call calls[MOST_RANKS];
     int splits[MOST_RANKS][2]; /* color and key */

@@ -38,7 +38,7 @@ class DEVICE_API graph {
   private:
     void leave(); /* end the capture of all streams */
 
-    uint64_t id = 0; /* of the running capture, or 0 */
+    uint64_t id = 0; /* nonzero during a capture */
     pool_id memory{0, 0};
     struct member {
         stream *which;

@@ -59,7 +59,7 @@ static double fractions[MOST_DEVICES] = {1, 1, 1, 1, 1, 1, 1, 1};
 static std::vector<memory_change> &changes = *new std::vector<memory_change>;
 static bool is_logging;
 static thread_local std::vector<pool_id> pools_of_thread[MOST_DEVICES];
-static std::atomic<int> num_begun_pools; /* of all threads */
+static std::atomic<int> num_begun_pools; /* sum over all threads */
 
 static size_t rounded(size_t nbytes, size_t unit) {
     return (nbytes + unit - 1) / unit * unit;
@@ -236,7 +236,7 @@ static block_map::iterator new_segment(size_t nbytes, stream *on, pool_id pool) 
     return blocks.insert({at, {at, size, 0, on, false, false, nbytes <= SMALL, pool, at, {}}}).first;
 }
 
-/* Make the rest of a block that is larger than the request a block of its own. */
+/* Split off the rest of a block that is larger than the request. */
 static void cut(block &given, size_t nbytes) {
     if (should_split(given, nbytes)) {
         block rest = given;

@@ -309,7 +309,7 @@ class device_call final : public operator_call {
   private:
     stream *on = nullptr;
     std::vector<std::pair<Tensor, enum access>> accesses;
-    double moved_nbytes = 0; /* to and from the device's memory */
+    double moved_nbytes = 0; /* bytes to and from device memory */
     bool is_view = true;     /* true if the operator accesses no memory */
 
     /* Count a write twice, because it also reads, unless the operator replaces the tensor. */
