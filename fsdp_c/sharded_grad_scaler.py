@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import abc, defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,9 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 
 from fsdp_c.sharding.construction import check_places
-from fsdp_c.sharding.holders import group_of_model
-from fsdp_c.sharding.sharded_module import root_units
-from fsdp_c.training.rank_local import reduce_found_inf
+from fsdp_c.training.rank_local import group_of_optimizer, reduce_found_inf
 
 __all__ = ["ShardedGradScaler"]
 
@@ -104,7 +100,7 @@ class ShardedGradScaler(GradScaler):
         if not allow_fp16:  # called by unscale_(), which expects one dimension for shards
             found_inf = found_inf.reshape(1)
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for param in _params(optimizer):
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
             if (grad := param.grad) is None:
                 continue
             if grad.is_sparse:
@@ -117,8 +113,8 @@ class ShardedGradScaler(GradScaler):
             finding = found.setdefault(device, found_inf.to(device, copy=True))
             torch._amp_foreach_non_finite_check_and_unscale_(grads, finding, inv_scale.to(device))
         found = found or {found_inf.device: found_inf.clone()}
-        group = self.process_group or _group_of(optimizer)
-        reduce_found_inf(found, torch.device(self._device), [group])
+        group = self.process_group or group_of_optimizer(optimizer)
+        reduce_found_inf(found, torch.device(self._device), group)
         return found
 
     # ---- scale update
@@ -156,22 +152,3 @@ class ShardedGradScaler(GradScaler):
             if grown.isfinite():
                 scale.copy_(grown)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-
-
-def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])
-
-
-_groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, dist.ProcessGroup | None] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _group_of(optimizer: torch.optim.Optimizer) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that hold the units of ``optimizer``; None for all ranks."""
-    if optimizer not in _groups:
-        held = set(map(id, _params(optimizer)))
-        roots = [root for root in root_units() if not held.isdisjoint(map(id, root.parameters()))]
-        found = set(map(group_of_model, roots))
-        _groups[optimizer] = found.pop() if len(found) == 1 else None
-    return _groups[optimizer]

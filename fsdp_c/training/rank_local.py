@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ from torch.amp import GradScaler
 from torch.nn import utils
 
 from fsdp_c.compat.errors import first_names
-from fsdp_c.sharding.common import multi_rank_groups, place_of
+from fsdp_c.sharding.common import place_of
 from fsdp_c.sharding.construction import is_flattened
-from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units
-from fsdp_c.sharding.tensor_parallel import sharding_groups
+from fsdp_c.sharding.holders import group_of_model, ranks_of
+from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units, root_units
 from fsdp_c.training import grad_clipping
 
 torchs_get_total_norm = utils.get_total_norm
@@ -95,7 +94,7 @@ def unscale_grads_(
     found = torchs_unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16)
     if units and reduces_over_ranks:
         found = found or {found_inf.device: found_inf.clone()}
-        reduce_found_inf(found, units[0].compute_device, _groups(units))
+        reduce_found_inf(found, units[0].compute_device, group_of_optimizer(optimizer))
     elif units:
         _warn_once(
             optimizer,
@@ -109,12 +108,11 @@ def unscale_grads_(
 
 
 def reduce_found_inf(
-    found: dict[torch.device, Tensor], device: torch.device, groups: Sequence[dist.ProcessGroup | None]
+    found: dict[torch.device, Tensor], device: torch.device, group: dist.ProcessGroup | None
 ) -> None:
-    """Sum ``found`` over its devices and all ranks of ``groups``, in place. Collective, on ``device``."""
+    """Sum ``found`` over its devices and the ranks of ``group``, in place. Collective, on ``device``."""
     total = torch.stack([one.to(device) for one in found.values()]).sum()
-    for group in groups:
-        dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=group)
     for one in found.values():
         one.copy_(total)
 
@@ -134,15 +132,19 @@ def _sharded_units(optimizer: torch.optim.Optimizer) -> list[ShardedModule]:
     ]
 
 
-def _groups(units: Sequence[ShardedModule]) -> list[dist.ProcessGroup]:
-    """Return all groups that shard or replicate the parameters of ``units``."""
-    groups: list[dist.ProcessGroup | None] = []
-    for unit in units:
-        assert unit._handle is not None
-        groups += [unit.process_group, unit._replicate_group]
-        for param_extension in unit._handle.flat_param._param_extensions:
-            groups += sharding_groups(param_extension)
-    return list(dict.fromkeys(multi_rank_groups(*groups)))
+_groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, dist.ProcessGroup | None] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def group_of_optimizer(optimizer: torch.optim.Optimizer) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that hold the units of ``optimizer``; None for all ranks."""
+    if optimizer not in _groups:
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        roots = [root for root in root_units() if not held.isdisjoint(map(id, root.parameters()))]
+        found = {group and ranks_of(group): group for group in map(group_of_model, roots)}
+        _groups[optimizer] = found.popitem()[1] if len(found) == 1 else None
+    return _groups[optimizer]
 
 
 # ----------------------------------------------------------------- torch.autograd.grad
