@@ -222,6 +222,9 @@ def test_a_large_unit_is_gathered_in_parts():
     assert seen[1:] == [600 * 600 * 4, 600 * 4] * 4
     found, seen = gathers(model, max_nbytes=unit - 2000, only="2.bias")
     assert list(found) == ["2.bias"] and seen == [600 * 4]
+    layers = FSDP(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), use_orig_params=True, device_id=device())
+    layer = (8 * 8 + 8) * 4
+    assert gathers(layers, max_nbytes=layer)[1] == [layer] * 2  # as many parameters as fit
 
 
 # ------------------------------------------------------------------ receivers
