@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -83,11 +83,10 @@ def _replacements() -> dict[int, tuple[object, object]]:
         for (name, attr), ours in _OURS.items()
         if HAS_FSDP1
     ]
-    forward_method = getattr(importlib.import_module(_FSDP), "register_fsdp_forward_method", None)
-    if forward_method is not None:
+    package = importlib.import_module(_FSDP)
+    if forward_method := getattr(package, "register_fsdp_forward_method", None):
         pairs.append((forward_method, functools.partial(_register_fsdp_forward_method, forward_method)))
-    fully_shard = getattr(importlib.import_module(_FSDP), "fully_shard", None)
-    if fully_shard is not None:
+    if fully_shard := getattr(package, "fully_shard", None):
         pairs.append((fully_shard, _warning(fully_shard)))
     pairs.append((replacements.torchs_clip_grad_norm_, replacements.clip_grad_norm_))
     pairs.append((rank_local.torchs_get_total_norm, replacements.get_total_norm))
@@ -97,15 +96,13 @@ def _replacements() -> dict[int, tuple[object, object]]:
 # ----------------------------------------------------------------- install and uninstall
 
 
-class _Installed:
+class _Installed(NamedTuple):
     """Record of the changes of ``install()``."""
 
-    def __init__(self) -> None:
-        self.seen: set[str] = set()
-        self.written: list[tuple[ModuleType, str, object]] = []
-        # name -> original attribute of torch's class
-        self.handed_on: dict[str, object] = {}
-        self.added: list[str] = []  # names added to torch.distributed.fsdp
+    written: list[tuple[ModuleType, str, object]]
+    forwarded: dict[str, object]  # original attributes of torch's class by name
+    added: list[str]  # names added to torch.distributed.fsdp
+    seen: frozenset[str]  # modules that were imported then
 
 
 _installed: _Installed | None = None
@@ -132,21 +129,18 @@ def install() -> None:
     pairs = _replacements()
     if HAS_FSDP1:
         _refuse_live_units()
-    installed = _Installed()
-    for module, name, value in _names_of_modules():
-        if id(value) in pairs:
-            installed.written.append((module, name, value))
-            setattr(module, name, pairs[id(value)][1])
+    written = [each for each in _names_of_modules() if id(each[2]) in pairs]
+    for module, name, value in written:
+        setattr(module, name, pairs[id(value)][1])
+    forwarded: dict[str, object] = {}
     if HAS_FSDP1:
-        installed.handed_on = _hand_on(_torchs_class())
+        forwarded = _forward_class_attributes(_torchs_class())
         # watch torch's _runtime_utils: tests of torch and composer patch its functions
         _torchs_runtime_utils().__class__ = _runtime_utils.Watched
-    else:
-        installed.added = put_public_names(importlib.import_module(_FSDP))
+    added = [] if HAS_FSDP1 else put_public_names(importlib.import_module(_FSDP))
     replacements.put()
     rank_local.reduces_over_ranks = True
-    installed.seen.update(sys.modules)
-    _installed = installed
+    _installed = _Installed(written, forwarded, added, frozenset(sys.modules))
 
 
 def uninstall() -> None:
@@ -160,7 +154,7 @@ def uninstall() -> None:
         return
     for name in _installed.added:
         delattr(importlib.import_module(_FSDP), name)
-    for name, value in _installed.handed_on.items():
+    for name, value in _installed.forwarded.items():
         setattr(_torchs_class(), name, value)
     if HAS_FSDP1:
         _torchs_runtime_utils().__class__ = ModuleType
@@ -183,22 +177,17 @@ def _torchs_class() -> Any:
     return next(theirs for theirs, ours in _replacements().values() if ours is FullyShardedDataParallel)
 
 
-def _hand_on(theirs: type) -> dict[str, object]:
+def _forward_class_attributes(theirs: type) -> dict[str, object]:
     """Make torch's class construct fsdp_c units, with their static methods. Return the replaced attributes."""
-    had = dict(vars(theirs))
-    ours = {
-        name: value
-        for name, value in vars(FullyShardedDataParallel).items()
-        if isinstance(value, staticmethod)
-    }
-    handing_on: dict[str, object] = {name: value for name, value in ours.items() if name in had}
-    handing_on["__init__"] = _becomes_ours(theirs)
-    for name, value in handing_on.items():
+    had, ours = dict(vars(theirs)), vars(FullyShardedDataParallel)
+    new: dict[str, object] = {name: ours[name] for name in had if isinstance(ours.get(name), staticmethod)}
+    new["__init__"] = _init_as_ours(theirs)
+    for name, value in new.items():
         setattr(theirs, name, value)
-    return {name: had[name] for name in handing_on}
+    return {name: had[name] for name in new}
 
 
-def _becomes_ours(theirs: Any) -> Callable[..., None]:
+def _init_as_ours(theirs: Any) -> Callable[..., None]:
     @functools.wraps(theirs.__init__)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         if type(self) is not theirs:

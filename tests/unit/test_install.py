@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as BoundName
