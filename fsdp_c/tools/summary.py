@@ -133,10 +133,8 @@ def summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     for path, fsdp_module in found:
         parent = places.get(fsdp_module._enclosing_unit)
         roots.append(fsdp_module if parent is None else roots[parent])
-        unit = _of_unit(fsdp_module, roots[-1])
-        units.append(
-            replace(unit, path=clean_path(path), parent=parent, is_optional=is_optional(module, path))
-        )
+        unit = replace(_of_unit(fsdp_module, roots[-1]), path=clean_path(path), parent=parent)
+        units.append(replace(unit, is_optional=is_optional(module, path)))
     shares = getattr(optimizer, "shares", tuple)  # method of WholeParameters
     return Summary(tuple(units), tuple(shares()))
 
