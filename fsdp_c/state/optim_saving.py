@@ -28,13 +28,12 @@ from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, with_params
 from fsdp_c.state.quantized_state import is_made_of_tensors
 from fsdp_c.state.redistribution import join_ranges
 from fsdp_c.state.sharded_values import (
+    ParamLayout,
     Part,
-    by_group,
     param_layouts,
-    parts_of_shard,
     saved_parts,
+    saved_shards,
     sharded_values,
-    wholes_of_shards,
 )
 from fsdp_c.state.whole_state import WholeState, full_values, has_tensors, sharded_value
 from fsdp_c.tools import collective_errors
@@ -281,50 +280,46 @@ def _tensors(
     """Return the tensors that are sharded like their parameters, by (FQN, state name). Collective."""
     keys: list[tuple[str, str]] = []
     parts: list[Part] = []
-    # tensors of which every rank has a shard of equal size
-    flat: list[tuple[ShardedModule, Tensor, OptimParam, str]] = []
+    flat: list[tuple[ShardedModule, Tensor]] = []  # state of flat parameters
+    flat_keys: list[list[tuple[str, str]]] = []
     nothing = {
         dtype: torch.empty(0, dtype=dtype, device="cpu") for one in held.values() for _, dtype in one.tensors
     }
     for module, same_unit in _by_unit(held):
         dtypes = [dict(held[known].tensors) for known in same_unit]
         layouts, is_sharded = param_layouts(module), handle_of(module).layout.sharded
-        is_plain = is_sharded and module._fsdp_extension is None
         is_original = module._use_orig_params
-        is_flat = is_plain and not is_original and not options.shard_state
         for name in sorted({name for one in dtypes for name in one}):
             # states of one name are one evenly sharded flat tensor
             for known, one in zip(same_unit, dtypes, strict=True):
                 if name not in one:
                     continue
                 value = local.get(known, {}).get(name, nothing[one[name]]).detach()
-                if is_flat:
-                    flat.append((module, value.reshape(-1), known, name))
-                    continue
-                keys += [(fqn, name) for fqn in known.fqns]
                 if is_original:
+                    keys.append((known.fqns[0], name))
                     value = value.reshape(-1) if is_sharded else value
                     parts.append((module, layouts[known.indices[0]], value))
                 else:
-                    parts += parts_of_shard(module, value)
-    values: dict[tuple[str, str], Tensor] = {}
-    for group, states in by_group(flat):
-        found = wholes_of_shards([(module, own) for module, own, *_ in states], group, options.rank0_only)
-        for (_, _, known, name), wholes in zip(states, found, strict=True):
-            if wholes and options.returns_state:
-                made = [whole.cpu() for whole in wholes] if options.cpu_offload else wholes
-                values.update(((fqn, name), one) for fqn, one in zip(known.fqns, made, strict=True))
-    saved = saved_parts(
-        parts,
+                    flat.append((module, value))
+                    flat_keys.append([(fqn, name) for fqn in known.fqns])
+    form = (
         options.shard_state,
         options.rank0_only,
         lambda _: options.cpu_offload,
         options.returns_state if options.rank0_only else None,
     )
-    for module, same in itertools.groupby(zip(keys, parts, saved, strict=True), lambda each: each[1][0]):
-        own_keys, own_parts, made = map(list, zip(*same, strict=True))
+    saved: list[tuple[ShardedModule, tuple[str, str], ParamLayout, Any]] = []
+    for (module, _), own_keys, made in zip(flat, flat_keys, saved_shards(flat, *form), strict=True):
+        # no values on ranks without a result
+        each = zip(own_keys, param_layouts(module), made, strict=False)
+        saved += [(module, *one) for one in each]
+    for key, (module, layout, _), value in zip(keys, parts, saved_parts(parts, *form), strict=True):
+        saved.append((module, key, layout, value))
+    values: dict[tuple[str, str], Any] = {}
+    for module, same in itertools.groupby(saved, lambda one: one[0]):
+        _, own_keys, own_layouts, made = map(list, zip(*same, strict=True))
         if options.shard_state and handle_of(module).layout.sharded and module._fsdp_extension is None:
-            made = sharded_values(module, made, [layout for _, layout, _ in own_parts])
+            made = sharded_values(module, made, own_layouts)
         values.update(zip(own_keys, made, strict=True))
     return values
 

@@ -228,6 +228,39 @@ def saved_parts(
     return values
 
 
+def saved_shards(
+    shards: Sequence[tuple[ShardedModule, Tensor]],
+    as_rows: bool,
+    rank0_only: bool,
+    offloads: Callable[[ShardedModule], bool],
+    is_receiver: bool | None = None,
+) -> list[list[Any]]:
+    """Return the values of ``saved_parts`` for all parameters of each unit's shard. Collective.
+
+    Empty lists on ranks without a result.
+    """
+    values: list[list[Any]] = [[] for _ in shards]
+    flat: list[tuple[ShardedModule, Tensor, int]] = []
+    parts: list[Part] = []
+    places: list[int] = []
+    for place, (module, shard) in enumerate(shards):
+        if handle_of(module).layout.sharded and not as_rows and not handle_of(module).is_parallel:
+            flat.append((module, shard, place))
+        else:
+            own = parts_of_shard(module, shard)
+            parts += own
+            places += [place] * len(own)
+    for group, items in by_group(flat):
+        found = wholes_of_shards([(module, shard) for module, shard, _ in items], group, rank0_only)
+        for (module, _, place), wholes in zip(items, found, strict=True):
+            if is_receiver is not False:
+                values[place] = [whole.cpu() for whole in wholes] if offloads(module) else wholes
+    saved = saved_parts(parts, as_rows, rank0_only, offloads, is_receiver)
+    for place, value in zip(places, saved, strict=True):
+        values[place] += [] if value is None else [value]
+    return values
+
+
 def wholes_of_shards(
     shards: Sequence[tuple[ShardedModule, Tensor]], group: dist.ProcessGroup, rank0_only: bool
 ) -> Iterator[list[Tensor]]:

@@ -46,7 +46,6 @@ from fsdp_c.state.state_dict_loading import (
     unsharded_for_load,
 )
 from fsdp_c.state.state_dict_saving import (
-    full_values,
     full_values_shown,
     is_dropped,
     is_full,
@@ -54,7 +53,7 @@ from fsdp_c.state.state_dict_saving import (
     put_full_values,
     put_local_value,
     put_sharded_values,
-    sharded_rows,
+    saved_values,
     type_of,
 )
 from fsdp_c.training.unshard_params import check_idle, warn_of_copies
@@ -286,8 +285,8 @@ def _values_of(fsdp_module: ShardedModule) -> list[Tensor]:
         for module in modules:
             check_idle(module)
         warn_of_partial_units(fsdp_module, modules)
-        values = full_values(module for module in modules if is_full(module))
-        values |= sharded_rows(module for module in modules if not is_full(module))
+        values = saved_values((module for module in modules if is_full(module)), as_rows=False)
+        values |= saved_values((module for module in modules if not is_full(module)), as_rows=True)
         if _saving.outermost is None:
             return values[fsdp_module]
         _saving.values.update(values)

@@ -24,15 +24,12 @@ from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned
 from fsdp_c.sharding.tensor_parallel import divide_over_mesh
 from fsdp_c.state.sharded_values import (
     ParamLayout,
-    by_group,
     flat_value,
     own_rows,
     param_layouts,
-    parts_of_shard,
-    saved_parts,
+    saved_shards,
     sharded_values,
     split_shard,
-    wholes_of_shards,
 )
 
 
@@ -72,33 +69,30 @@ def is_dropped(module: ShardedModule) -> bool:
     return _is_rank0_only(module) and module.rank != 0
 
 
-# ----------------------------------------------------------------- full values
+# ----------------------------------------------------------------- values of all units
 
 
-def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Tensor]]:
-    """Return copies of each unit's current parameters; empty lists on ranks without a result. Collective."""
-    values: dict[ShardedModule, list[Tensor]] = {}
-    shown, shards, parts = [], [], []
-    for module in modules:
-        handle, values[module] = handle_of(module), []
-        if is_summoned(module):
-            shown.append(module)
-            continue
-        handle.writeback()
-        if handle.layout.sharded and not handle.is_parallel:
-            shards.append((module, local_shard(module)))
-        elif handle.layout.sharded or not is_dropped(module):
-            parts += parts_of_shard(module, local_shard(module))
-    for group, items in by_group(shards):
-        found = wholes_of_shards(items, group, _is_rank0_only(items[0][0]))
-        for (module, _), wholes in zip(items, found, strict=True):
-            values[module] = [whole.cpu() for whole in wholes] if _offloads(module) else wholes
-    made = saved_parts(parts, False, bool(parts) and _is_rank0_only(parts[0][0]), _offloads)
-    for (module, *_), value in zip(parts, made, strict=True):
-        values[module] += [] if value is None else [value]
+def saved_values(modules: Iterable[ShardedModule], as_rows: bool) -> dict[ShardedModule, list[Tensor]]:
+    """Return copies of each unit's current parameters, or this rank's rows of them. Collective.
+
+    Full values are empty lists on ranks without a result. Values under ``offload_to_cpu`` are in CPU memory
+    already, except rows of summoned units.
+    """
+    values: dict[ShardedModule, list[Tensor]] = {module: [] for module in modules}
+    shards: list[tuple[ShardedModule, Tensor]] = []
+    for module in values:
+        if not is_summoned(module):
+            handle_of(module).writeback()
+            if handle_of(module).layout.sharded or not is_dropped(module):
+                shards.append((module, local_shard(module)))
+    saved = saved_shards(shards, as_rows, bool(shards) and _is_rank0_only(shards[0][0]), _offloads)
+    values.update(zip((module for module, _ in shards), saved, strict=True))
     # last: ranks without full parameters raise here, and no collective follows for others to wait in
-    for module in shown:
-        values[module] = [] if is_dropped(module) else _copies_of_shown(module)
+    for module in filter(is_summoned, values):
+        if as_rows:
+            values[module] = _rows_of_shown(module)
+        elif not is_dropped(module):
+            values[module] = _copies_of_shown(module)
     return values
 
 
@@ -160,23 +154,6 @@ def put_full_values(module: ShardedModule, state_dict: StateDict, prefix: str) -
 
 
 # ----------------------------------------------------------------- sharded and local values
-
-
-def sharded_rows(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Tensor]]:
-    """Return this rank's rows of each unit's current parameters, with memory of their own. Collective.
-
-    Rows under ``offload_to_cpu`` are in CPU memory already, except those of summoned units.
-    """
-    modules = list(modules)
-    rows: dict[ShardedModule, list[Tensor]] = {module: [] for module in modules}
-    sharded = [module for module in modules if not is_summoned(module)]
-    for module in sharded:
-        handle_of(module).writeback()
-    parts = [part for module in sharded for part in parts_of_shard(module, local_shard(module))]
-    for (module, *_), own in zip(parts, saved_parts(parts, True, False, _offloads), strict=True):
-        rows[module].append(own)
-    # summoned units last, as in full_values
-    return rows | {module: _rows_of_shown(module) for module in modules if module not in sharded}
 
 
 def _rows_of_shown(module: ShardedModule) -> list[Tensor]:
