@@ -135,50 +135,36 @@ int grads_visit(const struct grads *grads, visitproc visit, void *arg) {
     return 0;
 }
 
-static int init_sources(struct grads *grads) {
+int grads_lazy_init(struct grads *grads) {
+    const struct flat_param *param = grads->param;
+    const struct flat_layout *layout = &param->layout;
     PyMem_Free(grads->sources);
-    grads->sources = PyMem_Calloc((size_t)grads->param->num_params + 1, sizeof *grads->sources);
-    if (!grads->sources)
-        return tensor_check(STATUS_NO_MEMORY, "gradient sources of a unit");
-    for (int64_t i = 0; i < grads->param->num_params; i++) {
-        grads->sources[i].offset = layout_param_offset(&grads->param->layout, i);
-        grads->sources[i].numel = layout_param_numel(&grads->param->layout, i);
-        grads->sources[i].output_strides = grads->param->param_shapes[i].strides;
-    }
-    return 0;
-}
-
-/* Split a shard (or, unsharded, the full tensor) so that each parameter is one piece. */
-static int init_shard_pieces(struct grads *grads) {
     PyMem_Free(grads->shard_pieces);
-    grads->shard_pieces = PyMem_Calloc((size_t)grads->param->num_params + 1, sizeof *grads->shard_pieces);
+    grads->sources = PyMem_Calloc((size_t)param->num_params + 1, sizeof *grads->sources);
+    grads->shard_pieces = PyMem_Calloc((size_t)param->num_params + 1, sizeof *grads->shard_pieces);
     ref_set(&grads->shard_sizes, PyList_New(0));
-    if (!grads->shard_pieces || !grads->shard_sizes)
-        return tensor_check(STATUS_NO_MEMORY, "shard pieces of a unit");
-    const struct flat_layout *layout = &grads->param->layout;
+    if (!grads->sources || !grads->shard_pieces || !grads->shard_sizes)
+        return tensor_check(STATUS_NO_MEMORY, "gradients of a unit");
+    /* split a shard (or, unsharded, the full tensor) so that each parameter is one piece */
     int64_t end = 0, pieces = 0;
-    for (int64_t i = 0; i < layout->num_params; i++) {
+    for (int64_t i = 0; i < param->num_params; i++) {
         const struct layout_shard_range *range = &layout->shard_ranges[i];
+        grads->sources[i].offset = layout_param_offset(layout, i);
+        grads->sources[i].numel = layout_param_numel(layout, i);
+        grads->sources[i].output_strides = param->param_shapes[i].strides;
         grads->shard_pieces[i] = -1;
         if (!range->in_shard)
             continue;
-        if (range->offset_in_shard > end) {
-            if (ref_append(grads->shard_sizes, PyLong_FromLongLong(range->offset_in_shard - end)) < 0)
-                return -1;
-            pieces++;
-        }
-        if (ref_append(grads->shard_sizes, PyLong_FromLongLong(range->numel_in_shard)) < 0)
+        int64_t gap = range->offset_in_shard - end;
+        pieces += gap > 0;
+        if ((gap > 0 && ref_append(grads->shard_sizes, PyLong_FromLongLong(gap)) < 0) ||
+            ref_append(grads->shard_sizes, PyLong_FromLongLong(range->numel_in_shard)) < 0)
             return -1;
         grads->shard_pieces[i] = pieces++;
         end = range->offset_in_shard + range->numel_in_shard;
     }
-    int64_t rest = layout->shard_numel - end;
-    return rest > 0 ? ref_append(grads->shard_sizes, PyLong_FromLongLong(rest)) : 0;
-}
-
-int grads_lazy_init(struct grads *grads) {
-    const struct flat_param *param = grads->param;
-    if (init_sources(grads) < 0 || init_shard_pieces(grads) < 0)
+    if (layout->shard_numel > end &&
+        ref_append(grads->shard_sizes, PyLong_FromLongLong(layout->shard_numel - end)) < 0)
         return -1;
     OWNED *capsule = grads->watch_callback ? NULL : PyCapsule_New(grads, NULL, NULL);
     if (capsule)

@@ -30,7 +30,8 @@ void op_pack_gradients(StableIValue *stack, struct op_call *call) {
     OP_READ_LISTS(&grads, &offsets);
     double divisor = op_call_read_divisor(call, stack[3]);
     struct op_operand out;
-    op_call_read_flat(call, &out, tensor, "out");
+    op_call_read_contiguous(call, &out, tensor, "out");
+    OP_CHECK(out.view.ndim == 1, "%s: out must have one dimension, not %d", call->name, (int)out.view.ndim);
     OP_CHECK(grads.count == offsets.count, "%s: %zu grads, but %zu offsets", call->name, grads.count,
              offsets.count);
     sources = op_alloc(grads.count, sizeof *sources);

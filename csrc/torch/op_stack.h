@@ -121,19 +121,15 @@ static inline void *op_alloc(size_t count, size_t size) {
     return memory;
 }
 
-/* Read the items of a list, which the caller has declared OP_OWNED_LIST. */
-static inline void op_read_list(struct op_list *list) {
-    OP_CALL(torch_abi.torch_list_size(list->list, &list->count));
-    list->items = op_alloc(list->count, sizeof *list->items);
-    for (size_t i = 0; i < list->count; i++)
-        OP_CALL(torch_abi.torch_list_get_item(list->list, i, &list->items[i]));
-}
-
-/* Read several lists, after the caller owns all of them. */
+/* Read the items of several lists, after the caller owns all of them. */
 #define OP_READ_LISTS(...) op_read_lists((struct op_list *const[]){__VA_ARGS__, NULL})
 static inline void op_read_lists(struct op_list *const *lists) {
-    for (; *lists; lists++)
-        op_read_list(*lists);
+    for (struct op_list *list; (list = *lists); lists++) {
+        OP_CALL(torch_abi.torch_list_size(list->list, &list->count));
+        list->items = op_alloc(list->count, sizeof *list->items);
+        for (size_t i = 0; i < list->count; i++)
+            OP_CALL(torch_abi.torch_list_get_item(list->list, i, &list->items[i]));
+    }
 }
 
 /* Move an owned tensor to the end of a list under construction. */

@@ -90,8 +90,8 @@ void op_call_check(struct op_call *call, enum status status) {
     OP_CHECK(status == STATUS_OK, "%s: an argument is out of its domain", call->name);
 }
 
-static void read_memory(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
-                        const char *argument) {
+void op_call_read(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
+                  const char *argument) {
     op_read_operand(operand, tensor);
     bool has_memory = operand->numel == 0 || operand->view.data;
     bool is_on_op_device =
@@ -104,11 +104,6 @@ static void read_memory(struct op_call *call, struct op_operand *operand, AtenTe
     call->has_device = true;
     call->device = operand->view.device;
     call->device_index = operand->device_index;
-}
-
-void op_call_read(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
-                  const char *argument) {
-    read_memory(call, operand, tensor, argument);
     OP_CHECK(dtype_is_known(operand->view.dtype), "%s: %s must be float32, float64, bfloat16 or float16",
              call->name, argument);
 }
@@ -117,13 +112,6 @@ void op_call_read_contiguous(struct op_call *call, struct op_operand *operand, A
                              const char *argument) {
     op_call_read(call, operand, tensor, argument);
     OP_CHECK(operand->is_contiguous, "%s: %s must be contiguous", call->name, argument);
-}
-
-void op_call_read_flat(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
-                       const char *argument) {
-    op_call_read_contiguous(call, operand, tensor, argument);
-    OP_CHECK(operand->view.ndim == 1, "%s: %s must have one dimension, not %d", call->name, argument,
-             (int)operand->view.ndim);
 }
 
 int32_t op_call_read_dtype(struct op_call *call, StableIValue slot) {

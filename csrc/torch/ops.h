@@ -53,14 +53,11 @@ const struct kernel_table *op_call_kernels(struct op_call *call);
 void op_call_check(struct op_call *call, enum status status); /* Raise the error of a kernel's status. */
 
 /* Read an operand and check that a kernel can use its memory: on the device of the other operands (or Meta),
- * not freed, of a known dtype. `_contiguous` also requires a contiguous tensor, `_flat` one of one dimension
- * as well. */
+ * not freed, of a known dtype. `_contiguous` also requires a contiguous tensor. */
 void op_call_read(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
                   const char *argument);
 void op_call_read_contiguous(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
                              const char *argument);
-void op_call_read_flat(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
-                       const char *argument);
 
 int32_t op_call_read_dtype(struct op_call *call, StableIValue slot);
 double op_call_read_divisor(struct op_call *call, StableIValue slot);

@@ -156,36 +156,23 @@ static int alloc_arena_block(struct pool *pool, int64_t nbytes) {
     return arena_start ? 0 : -1;
 }
 
-/* Allocate the arena in the pool and free it at once: the pool keeps the memory. 0 or -1. */
-static int try_alloc_arena(struct pool *pool, int64_t nbytes) {
-    int result = pool_enter(pool) < 0 ? -1 : alloc_arena_block(pool, nbytes);
-    return pool_leave(pool) < 0 ? -1 : result;
-}
-
-/* Allocate the arena, after empty_cache() if the device is out of memory: before torch 2.13, the allocator
- * does not release cached memory of other pools for an allocation inside a pool. */
-static int alloc_arena_or_empty_cache(struct pool *pool, int64_t nbytes) {
-    if (try_alloc_arena(pool, nbytes) == 0)
-        return 0;
-    if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
-        return -1;
-    PyErr_Clear();
-    OWNED *empty_cache = ref_find("torch.cuda", "empty_cache");
-    if (!empty_cache || ref_done(PyObject_CallNoArgs(empty_cache)) < 0)
-        return -1;
-    return try_alloc_arena(pool, nbytes);
-}
-
+/* Allocate the arena in the pool and free it at once: the pool keeps the memory. If the device is out of memory,
+ * try once more after empty_cache(): before torch 2.13, the allocator does not release cached memory of other
+ * pools for an allocation inside a pool. */
 int pool_alloc_arena(struct pool *pool, int64_t nbytes) {
-    if (!pool->pool || !nbytes)
-        return 0;
-    if (alloc_arena_or_empty_cache(pool, nbytes) == 0) {
-        pool->arena_nbytes = nbytes;
-        return 0;
+    for (int attempt = 0; pool->pool && nbytes && attempt < 2; attempt++) {
+        OWNED *empty_cache = attempt ? ref_find("torch.cuda", "empty_cache") : NULL;
+        int result = attempt ? ref_done(empty_cache ? PyObject_CallNoArgs(empty_cache) : NULL) : 0;
+        if (!result)
+            result = pool_enter(pool) < 0 ? -1 : alloc_arena_block(pool, nbytes);
+        if (pool_leave(pool) == 0 && !result) {
+            pool->arena_nbytes = nbytes;
+            return 0;
+        }
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
+            return -1;
+        PyErr_Clear();
     }
-    if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
-        return -1;
-    PyErr_Clear();
     return 0;
 }
 

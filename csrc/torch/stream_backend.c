@@ -1,7 +1,6 @@
 #include "torch/stream_backend.h"
 
 #include <dlfcn.h>
-#include <string.h>
 
 #include "torch/torch_abi.h"
 
@@ -22,26 +21,20 @@ static struct {
     int (*pop_context)(void **context);
 } driver;
 
-static bool find_symbol(void *library, const char *name, void *field) {
-    void *symbol = dlsym(library, name);
-    memcpy(field, &symbol, sizeof symbol);
-    return symbol != NULL;
-}
-
 bool driver_is_available(void) {
     if (driver.pop_context)
         return true;
     void *library = dlopen("libcuda.so.1", RTLD_NOW);
-    return library && find_symbol(library, "cuEventCreate", &driver.create) &&
-           find_symbol(library, "cuEventDestroy_v2", &driver.destroy) &&
-           find_symbol(library, "cuEventRecord", &driver.record) &&
-           find_symbol(library, "cuEventSynchronize", &driver.synchronize) &&
-           find_symbol(library, "cuStreamWaitEvent", &driver.wait) &&
-           find_symbol(library, "cuStreamIsCapturing", &driver.is_capturing) &&
-           find_symbol(library, "cuStreamGetCtx", &driver.context_of_stream) &&
-           find_symbol(library, "cuCtxGetCurrent", &driver.current_context) &&
-           find_symbol(library, "cuCtxPushCurrent_v2", &driver.push_context) &&
-           find_symbol(library, "cuCtxPopCurrent_v2", &driver.pop_context);
+    return torch_abi_find(library, "cuEventCreate", &driver.create) &&
+           torch_abi_find(library, "cuEventDestroy_v2", &driver.destroy) &&
+           torch_abi_find(library, "cuEventRecord", &driver.record) &&
+           torch_abi_find(library, "cuEventSynchronize", &driver.synchronize) &&
+           torch_abi_find(library, "cuStreamWaitEvent", &driver.wait) &&
+           torch_abi_find(library, "cuStreamIsCapturing", &driver.is_capturing) &&
+           torch_abi_find(library, "cuStreamGetCtx", &driver.context_of_stream) &&
+           torch_abi_find(library, "cuCtxGetCurrent", &driver.current_context) &&
+           torch_abi_find(library, "cuCtxPushCurrent_v2", &driver.push_context) &&
+           torch_abi_find(library, "cuCtxPopCurrent_v2", &driver.pop_context);
 }
 
 static int check(int code, const char *function) {

@@ -16,7 +16,7 @@ struct torch_abi torch_abi;
 enum { OLDEST_MAJOR = 2, OLDEST_MINOR = 10 };
 
 /* dlsym() returns an object pointer, whose bytes POSIX allows to be read as a function pointer. */
-static bool find_symbol(void *library, const char *name, void *field) {
+bool torch_abi_find(void *library, const char *name, void *field) {
     void *symbol = library ? dlsym(library, name) : NULL;
     if (symbol)
         memcpy(field, &symbol, sizeof symbol);
@@ -53,12 +53,12 @@ static int check_version(void) {
 static int find_all(struct torch_abi *abi, void *library, void *cuda_library) {
     const char *missing = NULL;
 #define FIND_REQUIRED(result, name, arguments)                                                               \
-    if (!find_symbol(library, #name, &abi->name) && !missing) {                                              \
+    if (!torch_abi_find(library, #name, &abi->name) && !missing) {                                           \
         missing = #name;                                                                                     \
     }
 #define FIND_OPTIONAL(result, name, arguments)                                                               \
-    if (!find_symbol(library, #name, &abi->name)) {                                                          \
-        find_symbol(cuda_library, #name, &abi->name);                                                        \
+    if (!torch_abi_find(library, #name, &abi->name)) {                                                       \
+        torch_abi_find(cuda_library, #name, &abi->name);                                                     \
     }
     TORCH_ABI_REQUIRED(FIND_REQUIRED)
     TORCH_ABI_OPTIONAL(FIND_OPTIONAL)
@@ -73,7 +73,7 @@ static int find_cuda_major(void *cuda_library) {
     int (*get_version)(int *version) = NULL;
     int version = 0;
     bool is_known =
-        find_symbol(cuda_library, "cudaRuntimeGetVersion", &get_version) && get_version(&version) == 0;
+        torch_abi_find(cuda_library, "cudaRuntimeGetVersion", &get_version) && get_version(&version) == 0;
     return is_known ? version / 1000 : 0;
 }
 

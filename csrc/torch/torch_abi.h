@@ -87,5 +87,8 @@ extern struct torch_abi torch_abi;
 
 /* Fill `torch_abi` from the libtorch that Python has loaded. 0, or -1 with an ImportError. Idempotent. */
 int torch_abi_init(void);
+/* Store the address of a symbol in the function pointer at `field`. Return false if `library` is NULL or lacks
+ * it. */
+bool torch_abi_find(void *library, const char *name, void *field);
 
 #endif
