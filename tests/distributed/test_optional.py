@@ -324,6 +324,26 @@ def test_optional_units_that_no_rank_ran_get_zero_gradients_that_accumulate(
 
 
 @on_ranks(2)
+def test_optional_units_that_the_synchronised_backward_skips_are_reduced(rank: int) -> None:
+    """They have gradients of no_sync. The backward begins before the unit around them."""
+    model, inputs = optional_model(), []
+    layer = model.module.layers[1]
+    layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    with model.no_sync():
+        model(batch(rank), [SOME, NOTHING][rank]).square().mean().backward()
+    model(batch(rank), NOTHING)
+    inputs[-1].square().mean().backward()
+    torch.manual_seed(0)
+    plain = Model().to(device())
+    plain(batch(0), SOME).square().mean().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        for expert, expected in zip(layer.module.experts, plain.layers[1].experts, strict=True):
+            for param, reference in zip(expert.parameters(), expected.parameters(), strict=True):
+                whole = torch.zeros_like(reference) if reference.grad is None else reference.grad / 2
+                torch.testing.assert_close(param.grad, whole)
+
+
+@on_ranks(2)
 def test_a_frozen_optional_unit_has_no_gradient(rank: int) -> None:
     torch.manual_seed(0)
     net = mark(Model())
