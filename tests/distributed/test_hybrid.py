@@ -7,7 +7,6 @@ upstream's replicas drift apart and fsdp_c's do not.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,14 +16,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
-from tests.collectives import REDUCE_SCATTER
 from tests.models import Block, Net
-from tests.parity.engine import Point, Run, Scenario, assert_same_record, compare, implementation, record_run
+from tests.parity.engine import Point, Run, Scenario, assert_same_record, compare, record_run
 from tests.parity.scenarios import (
     accumulate_step,
     clip_step,
@@ -144,62 +142,6 @@ def test_mixed_strategies_equal_torch(
 ) -> None:
     point = Point(build.__name__, "HYBRID_SHARD", use_orig_params=use_orig_params)
     compare(point, Scenario(build, no_sync_step), rank, world_size)
-
-
-# ------------------------------------------------------------------ collectives
-
-
-Call = tuple[str, dist.ProcessGroup, Tensor]  # a reduction: its kind, its group, and its input
-
-
-def recorded_reductions(run: Callable[[], None]) -> list[Call]:
-    """Return the reductions sent by ``run``, in order."""
-    calls: list[Call] = []
-    scatter, reduce = getattr(dist, REDUCE_SCATTER), dist.all_reduce
-
-    def on_scatter(output: Tensor, full: Tensor, *args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
-        calls.append(("reduce_scatter", group, full.clone()))
-        return scatter(output, full, *args, group=group, **kwargs)
-
-    def on_reduce(tensor: Tensor, *args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
-        calls.append(("all_reduce", group, tensor.clone()))
-        return reduce(tensor, *args, group=group, **kwargs)
-
-    with (
-        mock.patch.object(dist, REDUCE_SCATTER, on_scatter),
-        mock.patch.object(dist, "all_reduce", on_reduce),
-    ):
-        run()
-    return calls
-
-
-def reductions_of_a_step(
-    name: str, rank: int, world_size: int, strategy: str, no_sync: bool = False
-) -> list[Call]:
-    torch.manual_seed(7)
-    run = Run(Point("calls", strategy, precision="reduce_bf16"), implementation(name), rank, world_size)
-    model = hybrid()(run)
-    with model.no_sync() if no_sync else contextlib.nullcontext():
-        return recorded_reductions(lambda: model(run.batch()).square().sum().backward())
-
-
-@pytest.mark.parametrize("strategy", HYBRID)
-@on_ranks(4)
-def test_each_unit_reduces_over_the_shards_and_then_over_the_replicas(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    """The inputs show where the factors are applied: before the first reduction and after the second."""
-    shard, replicate = groups(2, 2)
-    expected = reductions_of_a_step("torch", rank, world_size, strategy)
-    actual = reductions_of_a_step("fsdp_c", rank, world_size, strategy)
-    assert [call[:2] for call in actual] == [("reduce_scatter", shard), ("all_reduce", replicate)] * 4
-    assert [call[:2] for call in expected] == [call[:2] for call in actual]
-    assert all(torch.equal(one[2], other[2]) for one, other in zip(expected, actual, strict=True))
-
-
-@on_ranks(4)
-def test_no_sync_sends_nothing(rank: int, world_size: int) -> None:
-    assert reductions_of_a_step("fsdp_c", rank, world_size, "HYBRID_SHARD", no_sync=True) == []
 
 
 # ------------------------------------------------------------------ one rank per sharding group
