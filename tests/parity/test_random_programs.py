@@ -169,11 +169,16 @@ class Recorded(Side):
         elif name == "summon":
             arguments["with_grads"] = arguments["with_grads"] and self.graded
         elif name == "save":
-            is_full = arguments["kind"] == "LOCAL" or any(block.kind == "channels_last" for block in blocks)
-            arguments["kind"] = "FULL" if is_full else arguments["kind"]
+            arguments["kind"] = self.kind_of_state(arguments["kind"])
+        elif name == "load" and self.saved is None:
+            self.do_save(self.kind_of_state("SHARDED"))
         elif name == "edit" and arguments["how"] == "data":
             arguments["how"] = "data.mul_"
         return arguments
+
+    def kind_of_state(self, drawn: str) -> str:
+        is_full = drawn == "FULL" or any(block.kind == "channels_last" for block in self.program.blocks)
+        return "FULL" if is_full else "SHARDED"
 
     def settle(self, needs_gradients: bool = False) -> None:
         """Run a synced backward through all units if parameters or gradients are not complete."""
