@@ -85,7 +85,10 @@ static PyObject *publish(PyObject *self, PyObject *unused) {
 }
 
 static PyObject *mark_assigned(PyObject *self, PyObject *unused) {
-    param_views_mark_assigned(&handle_from_object(self)->param_views);
+    struct handle *handle = initialized_handle(self);
+    if (!handle)
+        return NULL;
+    param_views_mark_assigned(&handle->param_views);
     Py_RETURN_NONE;
 }
 

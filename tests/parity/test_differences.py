@@ -1086,7 +1086,7 @@ def test_a_unit_in_two_roots_trains_with_one_root_at_a_time(rank: int, use_orig_
     races.forget()
     models = wrapped("fsdp_c")
     with pytest.raises(
-        RuntimeError, match=f"rank {rank}, unit Shared: a backward has come .* around both roots"
+        RuntimeError, match=f"rank {rank}, unit Shared: a backward has reached .* around both roots"
     ):
         together([model(batch(0)) for model in models])
     assert_close(in_turn(models), expected)

@@ -81,7 +81,7 @@ def test_a_model_may_be_collected_during_its_backward(
             loss.backward()
             ends.add("ran")
         except RuntimeError as error:
-            assert "backward through a FullyShardedDataParallel that is gone" in str(error)
+            assert "backward through a FullyShardedDataParallel that was freed" in str(error)
             ends.add("refused")
     assert ends == {"ran", "refused"}
 
