@@ -75,7 +75,7 @@ class LoadedPart(NamedTuple):
     tensor: Tensor
     start: int
     end: int
-    is_new: bool  # False if the tensor may be the caller's, or larger than the part
+    is_new: bool  # True if the tensor is the part alone, 1-D, in memory of its own
 
 
 def is_sharded(value: object) -> bool:
@@ -144,7 +144,9 @@ def _rows(values: Sequence[LoadedValue]) -> dict[int, Tensor]:
             for module, position in members:
                 _, layout, names, dtype, value, _ = values[position]
                 if module._fsdp_extension is None or not isinstance(value, DTensor):
-                    rows[position] = rows_of_value(value, names[0], module, layout).detach().to(dtype)
+                    own = rows_of_value(value, names[0], module, layout)
+                    own = own.detach() if own.requires_grad else own
+                    rows[position] = own if own.dtype is dtype else own.to(dtype)
         except AssertionError as found:
             error = found
         _agree_on([values[position] for _, position in members], group, error)

@@ -126,9 +126,9 @@ def _load(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -
             (layout, target), (key, value) = pieces[place], found[place]
             values.append(LoadedValue(module, layout, (key,), target.dtype, value, needs_rows))
             targets.append(target)
-    for position, tensor, start, end, _ in loaded_parts(values):
+    for position, tensor, start, end, is_new in loaded_parts(values):
         if start < end:
-            targets[position].copy_(tensor.reshape(-1)[start:end])
+            targets[position].copy_(tensor if is_new else tensor.reshape(-1)[start:end])
     marks = {}
     for at, module in modules:
         handle_of(module).reshard(True)
