@@ -89,6 +89,7 @@ class ShardedGradScaler(GradScaler):
 
     # ---- inf/NaN check
 
+    @torch.no_grad()
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
@@ -109,9 +110,16 @@ class ShardedGradScaler(GradScaler):
                 grad = grad._values()
             groups.setdefault((grad.device, grad.dtype), []).append(grad)
         found: dict[torch.device, Tensor] = {}
-        for (device, _), grads in groups.items():
-            finding = found.setdefault(device, found_inf.to(device, copy=True))
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, finding, inv_scale.to(device))
+        unscale = torch._amp_foreach_non_finite_check_and_unscale_
+        for (device, dtype), grads in groups.items():
+            finding, inverse = found.setdefault(device, found_inf.to(device, copy=True)), inv_scale.to(device)
+            if dtype is torch.bfloat16 and device.type != "cpu":  # torch's CUDA kernel lacks bfloat16
+                for grad in grads:
+                    wide = grad.float()
+                    unscale([wide], finding, inverse)
+                    grad.copy_(wide)
+            else:
+                unscale(grads, finding, inverse)
         found = found or {found_inf.device: found_inf.clone()}
         group = self.process_group or group_of_optimizer(optimizer)
         reduce_found_inf(found, torch.device(self._device), group)

@@ -90,6 +90,18 @@ def test_kept_fp16_gradients_are_unscaled_as_by_torch(rank: int) -> None:
     assert_same(grads["torch"], grads["fsdp_c"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_gradients_that_are_part_of_a_graph_are_unscaled(dtype: torch.dtype) -> None:
+    """In bfloat16 too, for which torch has no kernel on a GPU."""
+    weight = nn.Parameter(torch.ones(3, dtype=dtype, device=device()))
+    scaler = ShardedGradScaler(device().type, init_scale=4.0)
+    loss = scaler.scale(weight.float().square().sum())
+    (weight.grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+    scaler.unscale_(torch.optim.SGD([weight], lr=1.0))
+    assert weight.grad.tolist() == [2.0, 2.0, 2.0]
+
+
 # ----------------------------------------------------------------- one finding for all ranks
 
 
