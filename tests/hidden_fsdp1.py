@@ -1,8 +1,8 @@
 """Hides torch's FSDP1 from import, to test a torch without FSDP1. Call ``hide()`` before any other import.
 
-Ways to hide it: "refused": imports of FSDP1's modules raise, FSDP2's modules do not import from them, and the
-rest of torch is unchanged. "removed": the package exports FSDP2's names only, and torch's own modules do not
-import FSDP1. "gone": imports of the whole package raise, FSDP2 included.
+Ways to hide it: "refused": imports of FSDP1's modules raise, and the rest of torch is unchanged. "removed":
+the package exports FSDP2's names only, and torch's own modules do not import FSDP1. "gone": imports of the
+whole package raise, FSDP2 included.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Hider:
     ) -> ModuleSpec | None:
         if is_of_fsdp1(name) or (self._way == "gone" and f"{name}.".startswith(FSDP + ".")):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        if not name.startswith(FSDP2 if self._way == "refused" else "torch.distributed"):
+        if self._way == "refused" or not name.startswith("torch.distributed"):
             return None
         return self._without_fsdp1(name, path, target)
 

@@ -12,6 +12,7 @@ import inspect
 import pickle
 import re
 import sys
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -190,6 +191,37 @@ def test_names_of_parameters_are_those_torchs_finds() -> None:
                 for package in (common_utils, torch_common_utils)
             )
             assert list(ours.values()) == list(theirs.values()) and len(ours) > 2
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@dataclasses.dataclass
+class Record:
+    tensor: Any
+    note: str
+
+
+def test_tensors_of_containers_are_found_and_replaced_as_torchs_are() -> None:
+    if upstream.torch_version() < (2, 12):
+        pytest.skip("torch has these functions since 2.12")
+    one, two, three = (torch.ones(1, requires_grad=True) for _ in range(3))
+    value = {
+        "a": [one, torch.ones(1), 3],
+        "b": Pair(two, {"c": (three, None)}),
+        "d": Record(one, "kept"),
+        "e": {one},
+    }
+    found = [package.collect_grad_tensors(value) for package in (common_utils, torch_common_utils)]
+    assert [id(tensor) for tensor in found[0]] == [id(tensor) for tensor in found[1]] and len(found[0]) == 4
+    new = [torch.full((1,), float(i)) for i in range(4)]
+    results = [
+        package.replace_grad_tensors(value, iter(new)) for package in (common_utils, torch_common_utils)
+    ]
+    assert str(results[0]) == str(results[1])
+    assert common_utils.replace_grad_tensors([3], iter(())) == [3]
+    with pytest.raises(RuntimeError, match="2 replacement tensors were not consumed"):
+        common_utils.replace_grad_tensors([one], iter(new[:3]))
 
 
 # ----------------------------------------------------------------- finding and pickling

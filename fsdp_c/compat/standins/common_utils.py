@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,13 +41,30 @@ def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> Any:
     return state if module in state._fully_sharded_module_to_handle else None
 
 
+def _is_composable(state: Any) -> bool:
+    """Return True if a unit is not a module; fsdp_c units are modules."""
+    return not isinstance(state, nn.Module)
+
+
 def _module_handle(state: Any, module: nn.Module) -> Any:
-    """Return the handle of a unit, ``state`` and ``module`` in one; None without parameters."""
-    return module._handle
+    """Return the handle of the unit around ``module``, or None without parameters."""
+    return (
+        state._fully_sharded_module_to_handle[module]
+        if _is_composable(state) and state._handle
+        else module._handle
+    )
 
 
 def _has_fsdp_params(state: Any, module: nn.Module) -> bool:
     return _module_handle(state, module) is not None
+
+
+def _assert_in_training_states(state: Any, training_states: list[Any]) -> None:
+    """Raise ValueError unless the unit is in one of these states."""
+    if state.training_state not in training_states:
+        raise ValueError(
+            f"expected to be in states {training_states} but current state is {state.training_state}"
+        )
 
 
 # ----------------------------------------------------------------- names and marks
@@ -124,3 +142,48 @@ def _get_param_to_fqns(model: nn.Module, dedup_shared_params: bool = True) -> di
         model, collect, lambda: None, [name for name, _ in _named_parameters_with_duplicates(model)]
     )
     return found
+
+
+# ----------------------------------------------------------------- tensors in containers, for FSDP2
+
+
+def collect_grad_tensors(output: Any) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that require grad in nested dicts, lists, tuples and dataclasses, in order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _map_grad_tensors(note, output)
+    return tuple(found)
+
+
+def replace_grad_tensors(output: Any, tensor_iter: Iterator[torch.Tensor]) -> Any:
+    """Return ``output`` with these tensors replaced by ``tensor_iter``'s. Raises RuntimeError for leftovers."""
+    result = _map_grad_tensors(lambda _: next(tensor_iter), output)
+    left = len(list(tensor_iter))
+    if left:
+        raise RuntimeError(f"{left} replacement tensors were not consumed by a {type(output).__qualname__}")
+    return result
+
+
+def _map_grad_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply ``fn`` to tensors that require grad. Unchanged containers are returned as is."""
+    if isinstance(value, torch.Tensor):
+        return fn(value) if value.requires_grad else value
+    if isinstance(value, dict):
+        items = {key: _map_grad_tensors(fn, item) for key, item in value.items()}
+        return type(value)(items) if any(items[key] is not value[key] for key in value) else value
+    if isinstance(value, tuple | list):
+        new = [_map_grad_tensors(fn, item) for item in value]
+        if all(one is old for one, old in zip(new, value, strict=True)):
+            return value
+        return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changes = {
+            name: new for name, old in fields.items() if (new := _map_grad_tensors(fn, old)) is not old
+        }
+        return dataclasses.replace(value, **changes) if changes else value
+    return value
