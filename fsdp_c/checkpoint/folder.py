@@ -458,7 +458,7 @@ class _Name(NamedTuple):
 def latest(folder: StrPath) -> Path | None:
     """Return the complete checkpoint in ``folder`` whose name has the largest last number, such as step-200.
 
-    None if there is none. A checkpoint of fsdp_c is complete if all files that it names exist, one of torch
+    Returns None if no checkpoint is complete. A checkpoint of fsdp_c is complete if all files that it names exist, one of torch
     if it has ``.metadata``; ``load`` detects damage. Not collective: call it before a save may run, so that
     all ranks find the same.
     """

@@ -32,7 +32,7 @@ def optional(module: Module) -> Module:
     optional modules (e.g. each layer with experts) in a unit.
 
     Not collective. All ranks must mark the same modules: otherwise the first forward raises RuntimeError on
-    all ranks. Marking the outermost unit makes it raise ValueError. Calling an optional unit outside of its
+    all ranks, and ValueError if the outermost unit is marked. Calling an optional unit outside of its
     enclosing unit's forward, or reaching it by a gradient that bypasses that unit, raises RuntimeError.
 
     Raises TypeError unless ``module`` is an nn.Module, ValueError if it is wrapped already.
