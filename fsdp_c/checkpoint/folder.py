@@ -458,9 +458,9 @@ class _Name(NamedTuple):
 def latest(folder: StrPath) -> Path | None:
     """Return the complete checkpoint in ``folder`` whose name has the largest last number, such as step-200.
 
-    Returns None if no checkpoint is complete. A checkpoint of fsdp_c is complete if all files that it names exist, one of torch
-    if it has ``.metadata``; ``load`` detects damage. Not collective: call it before a save may run, so that
-    all ranks find the same.
+    Returns None if no checkpoint is complete. A checkpoint of fsdp_c is complete if all files that it names
+    exist, one of torch if it has ``.metadata``; ``load`` detects damage. Not collective: call it before a
+    save may run, so that all ranks find the same.
     """
     check_path(folder)
     try:
