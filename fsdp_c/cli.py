@@ -51,9 +51,7 @@ def run(argv: Sequence[str]) -> int:
     """Run a script or module; return 0. Exceptions of the script propagate."""
     parser = _parser("run", "Run a script unmodified, with fsdp_c instead of torch's FSDP1.")
     parser.usage = "%(prog)s [--split-frozen] SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
-    parser.add_argument(
-        SPLIT_FROZEN, action="store_true", help="give frozen parameters flat parameters of their own"
-    )
+    parser.add_argument(SPLIT_FROZEN, action="store_true", help="flatten frozen parameters separately")
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="a file")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, like python -m")
     flags = int(argv[:1] == [SPLIT_FROZEN])
@@ -82,9 +80,7 @@ def selftest(argv: Sequence[str]) -> int:
     """Run the self-test on this rank of torchrun, or on ranks started here. Return 1 for any failure."""
     parser = _parser("selftest", "Test fsdp_c on this machine, and compare it with torch's FSDP1.")
     parser.add_argument("--device", metavar="TYPE", help="cuda or cpu (default: the accelerator, if any)")
-    parser.add_argument(
-        "--width", type=int, default=512, metavar="N", help="width of the model (default: %(default)s)"
-    )
+    parser.add_argument("--width", type=int, default=512, metavar="N", help="model width (%(default)s)")
     args = parser.parse_args(argv)
     from fsdp_c import selftest  # lazy: imports optimizers and checkpoints
 
