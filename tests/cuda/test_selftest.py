@@ -12,4 +12,4 @@ from tests.processes import output_of_python
 def test_selftest_passes_on_a_gpu(kernels: str) -> None:
     settings = {"FSDP_C_KERNELS": kernels, "OMP_NUM_THREADS": "1"}
     said = output_of_python("-m", "fsdp_c", "selftest", "--width", "8", **settings)
-    assert "streams: kernels run on the current one" in said
+    assert "streams: kernels run on the current stream" in said
