@@ -139,7 +139,7 @@ def _checkpoint(device: torch.device, width: int) -> str:
         checkpoint.load(model, None, path)
         dist.barrier()
     _same("parameters", dict(model.state_dict()), dict(expected))
-    return "saved, loaded, and the same"
+    return "saved and loaded with equal values"
 
 
 def _same(what: str, actual: Any, expected: Any) -> None:

@@ -136,9 +136,8 @@ def check_idle(fsdp_module: ShardedModule, summoned: bool = True) -> None:
         if not summoned:
             raise AssertionError(
                 f"Expects the handle training to be IDLE but got {handle_of(fsdp_module)._training_state} "
-                f"({common.place_of(fsdp_module)}): "
-                "its shard is that of before, and takes what is shown at the end; leave summon_full_params "
-                "first"
+                f"({common.place_of(fsdp_module)}): its shard gets the changes of full parameters only when "
+                "summon_full_params ends; leave it first"
             )
     elif state != _C.USE_IDLE:
         raise AssertionError(
