@@ -308,7 +308,9 @@ def test_wrong_value_is_named_and_nothing_is_loaded(use_orig_params):
         load(target, SHARDED, wrong_shape)
     plain = copy.copy(good)
     plain["vector"] = torch.zeros(7)
-    with pytest.raises(AssertionError, match="Expected ShardedTensor, got .* for vector in a sharded state dict"):
+    with pytest.raises(
+        AssertionError, match="Expected ShardedTensor, got .* for vector in a sharded state dict"
+    ):
         load(target, SHARDED, plain)
     after = saved(target, FULL)
     assert [name for name in before if not same_bits(before[name], after[name])] == []
