@@ -88,13 +88,9 @@ def assert_same_value(name: Any, expected: Any, actual: Any) -> None:
     if isinstance(expected, ShardedTensor):
         assert expected.metadata() == actual.metadata(), name
         assert type(expected.sharding_spec()) is type(actual.sharding_spec()), name
-        for ours, theirs in zip(actual.local_shards(), expected.local_shards(), strict=True):
-            assert same_bits(ours.tensor, theirs.tensor), name
-            assert ours.metadata.shard_offsets == theirs.metadata.shard_offsets, name
-            assert ours.metadata.shard_sizes == theirs.metadata.shard_sizes, name
-            # torch leaves ShardedTensors of optimizer state on the GPU against offload_to_cpu
-            is_elsewhere = ours.tensor.device != theirs.tensor.device
-            assert is_elsewhere or ours.metadata == theirs.metadata, name
+        ours, theirs = actual.local_shards(), expected.local_shards()
+        assert [shard.metadata for shard in ours] == [shard.metadata for shard in theirs], name
+        assert all(same_bits(a.tensor, b.tensor) for a, b in zip(ours, theirs, strict=True)), name
     elif isinstance(expected, DTensor):
         assert (expected.placements, expected.shape, expected.stride()) == (
             actual.placements,
