@@ -74,7 +74,7 @@ test: build ## the quick tests, and a fixed part of the others that covers every
 AT_RANDOM ?= 60
 SEED ?=
 RAISING := tests/unit/test_types.py tests/unit/test_threads.py tests/unit/test_arguments.py \
-    tests/unit/test_errors.py
+    tests/unit/test_errors.py tests/unit/test_garbage_collection.py
 test-all: test $(VENV)/.clients ## all tests, with client libraries and the wheel; SHARD=1/4 runs one of four parts
 	$(PYTEST) --rest $(PART) $(LONG)
 	$(SIMULATED) --rest $(PART) $(ON_GPU)
