@@ -6,6 +6,7 @@ and in an optimizer's first step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
@@ -21,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding.common import place_of
 from fsdp_c.sharding.construction import is_flattened
-from fsdp_c.sharding.sharded_module import ShardedModule, handles_in, root_units, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, handles_in, units_of
 from fsdp_c.sharding.traversal import clean_name, is_composable, named_params
 from fsdp_c.training import replacements
 
@@ -29,6 +30,7 @@ _HOOK = (
     "param.register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad, dist.ReduceOp.AVG))"
 )
 _checked: weakref.WeakSet[ShardedModule] = weakref.WeakSet()  # roots checked since the last registration
+_roots: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()
 _unstepped: weakref.WeakSet[ShardedModule] = weakref.WeakSet()  # roots whose optimizer has not stepped
 _step_hooks: list[RemovableHandle] = []
 
@@ -50,8 +52,10 @@ def _watch_registrations() -> None:
 
 
 def _registered(module: nn.Module, name: str, added: nn.Module | nn.Parameter | None) -> None:
-    if "_is_fsdp_managed_module" in vars(module) and not getattr(added, "_fsdp_flattened", False):
-        for root in root_units():
+    if isinstance(added, nn.Parameter) and is_flattened(added):
+        return
+    with contextlib.suppress(TypeError):  # unhashable module
+        if (reference := _roots.get(module)) is not None and (root := reference()) is not None:
             _checked.discard(root)
             _check_next_backward(root)
 
@@ -95,6 +99,7 @@ def check_backward(root: ShardedModule) -> None:
             "script does so after the backward, or ranks are to differ, filter this warning.",
             stacklevel=6,
         )
+    _roots.update(dict.fromkeys(root.modules(), weakref.ref(root)))
     _checked.add(root)
 
 
