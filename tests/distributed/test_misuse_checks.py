@@ -92,6 +92,17 @@ def test_a_parameter_that_is_registered_between_steps_is_refused(rank: int, use_
 
 
 @on_ranks(2)
+def test_another_model_that_is_wrapped_costs_no_further_check(rank: int) -> None:
+    model = wrapped()
+    backward(model, rank)
+    backward(model, rank)
+    runtime = model._unit.runtime
+    assert not runtime.unchecked
+    backward(wrapped(), rank)
+    assert not runtime.unchecked
+
+
+@on_ranks(2)
 def test_modules_made_elsewhere_cost_no_further_check(rank: int) -> None:
     model = wrapped()
     backward(model, rank)
