@@ -37,6 +37,16 @@ def units_left_by_others_unseen() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A gloo group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fsdp_c")
     group.addoption(
