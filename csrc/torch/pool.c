@@ -29,9 +29,9 @@ static bool release_is_unsafe(void) {
     OWNED *function = ref_find("torch.cuda", "is_current_stream_capturing");
     OWNED *is_capturing = function ? PyObject_CallNoArgs(function) : NULL;
     if (!is_capturing)
-        PyErr_Clear();
+        PyErr_Clear(); /* a collection where __builtins__ is empty cannot import */
     return num_entered ||
-           is_capturing == Py_True; /* num_entered is read last: the call may run other threads */
+           is_capturing != Py_False; /* num_entered is read last: the call may run other threads */
 }
 
 static void release_deferred(void) {

@@ -14,13 +14,17 @@ namespace py = pybind11;
 
 namespace simulated_gpu {
 
+/* traceback.format_stack. An import at each use would fail in a collection inside a named tuple's __new__, whose
+   globals have no builtins. */
+static PyObject *format_stack;
+
 /* Return Python's stack as text, if this thread holds the GIL. */
 static std::string python_place() {
     if (!Py_IsInitialized() || !PyGILState_Check()) {
         return "  (a thread without Python)";
     }
     const int frames = 14;
-    py::object stack = py::module_::import("traceback").attr("format_stack")(py::none(), frames);
+    py::object stack = py::handle(format_stack)(py::none(), frames);
     return py::str("").attr("join")(stack).cast<std::string>();
 }
 
@@ -280,5 +284,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     });
     module.def("drop_wait", &drop_wait);
     module.def("waits_so_far", &waits_so_far);
+    format_stack = py::object(py::module_::import("traceback").attr("format_stack")).release().ptr();
     set_place(&python_place);
 }
