@@ -1,16 +1,20 @@
-"""Files and links in the documentation exist.
+"""Files and links in the documentation exist, and public names have docstrings.
 
 Each check takes a tree and returns its violations, so that planted violations can test the check.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import fsdp_c.checkpoint
+import fsdp_c.optim
 from tests.planting import plant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,3 +92,22 @@ def test_pages_agree_with_the_repository(
     assert check(tmp_path) == []
     plant(tmp_path, {name: text})
     assert check(tmp_path)
+
+
+def public_objects() -> Iterator[tuple[str, Any]]:
+    """Yield fsdp_c's public functions, classes and methods with their names, without those defined in torch."""
+    for module in (fsdp_c, fsdp_c.checkpoint, fsdp_c.optim):
+        for name in dir(module):
+            found = getattr(module, name)
+            if name.startswith("_") or not getattr(found, "__module__", "").startswith("fsdp_c"):
+                continue
+            yield f"{module.__name__}.{name}", found
+            for member in vars(found) if inspect.isclass(found) else ():
+                if not member.startswith("_") and callable(getattr(found, member)):
+                    yield f"{module.__name__}.{name}.{member}", getattr(found, member)
+
+
+def test_public_names_have_docstrings() -> None:
+    found = dict(public_objects())
+    assert "fsdp_c.FullyShardedDataParallel.clip_grad_norm_" in found and "fsdp_c.checkpoint.save" in found
+    assert [name for name, public in found.items() if not inspect.getdoc(public)] == []
