@@ -15,7 +15,6 @@ import torch
 
 import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
-from tests import real_cuda
 from tests.cuda.test_parity import GPU
 from tests.cuda.test_step import WIDTH, large, one_of_four, requested, step
 
@@ -97,8 +96,8 @@ def test_out_of_memory_error_outside_of_steps_names_unit_rank_and_remedy(name: s
     found = [
         re.search(rf"out of memory.*\nrank 0\b.*: memory ran out while this rank {told}", one) for one in said
     ]
-    if real_cuda.is_on() and name == "no_sync" and len(said) < 3:
-        pytest.skip("the sums found room in what tests before had left of torch's segments")
+    if name == "no_sync" and len(said) < 3:
+        pytest.skip("the sums found room in what tests before had left of the allocator's segments")
     assert any(found), said
     assert all(found) or name in ("no_sync", "with gradients"), (
         said

@@ -201,6 +201,7 @@ def step_under_streams_that_are_destroyed(trainer: Trainer) -> None:
 
 def step_in_a_pool(trainer: Trainer) -> None:
     """Run steps whose memory is allocated from a pool of the script."""
+    gc.collect()  # torch ends the process where a dropped model's pool ends while this one is entered
     pool = torch.cuda.MemPool()
     for _ in range(2):
         with torch.cuda.use_mem_pool(pool):
