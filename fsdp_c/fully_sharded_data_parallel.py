@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensor, is_fake
+from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -28,7 +29,6 @@ from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import with_note
 from fsdp_c.compat.execution_order import ExecutionOrder
 from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
-from fsdp_c.compat.unit_names import UnitNames, low_precision_dtype
 from fsdp_c.compat.upstream import HandleShardingStrategy
 from fsdp_c.sharding import agreement, buffers, compiling, construction, grouping, materialization
 from fsdp_c.sharding.configuration import configure
@@ -98,7 +98,7 @@ class UnshardWork:
             self._unit = None
 
 
-class FullyShardedDataParallel(UnitNames):
+class FullyShardedDataParallel(ShardedModule):
     """Wraps ``module`` and shards its parameters, gradients and optimizer state over ranks.
 
     Parameters that no inner unit owns are flattened into a 1-D flat parameter, sharded evenly over the
@@ -440,7 +440,7 @@ class FullyShardedDataParallel(UnitNames):
             raise ValueError(f"The communication hook must be callable but got {hook}")
         for module in modules:
             if module._handle is not None:
-                module._handle.set_comm_hook(hook, state, low_precision_dtype(hook))
+                module._handle.set_comm_hook(hook, state, _low_precision_dtype(hook))
             module._comm_hook = hook
             module._comm_hook_state = state
 
@@ -461,7 +461,7 @@ class FullyShardedDataParallel(UnitNames):
                     stack.enter_context(_orig_params_hidden(module))
             yield
 
-    # ---- queries
+    # ---- queries, and names of FSDP1 that other libraries use
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
@@ -471,6 +471,45 @@ class FullyShardedDataParallel(UnitNames):
         """
         found = cast("list[FullyShardedDataParallel]", whole_units_of(module))
         return [one for one in found if one.check_is_root()] if root_only else found
+
+    @property
+    def _all_fsdp_states(self) -> list[ShardedModule]:
+        """The units of this root's tree. Computed: a stored list would keep the root alive."""
+        return whole_units_of(self)
+
+    @_all_fsdp_states.setter
+    def _all_fsdp_states(self, states: object) -> None:
+        refuse_torchs_functions(unit_name(self.module))
+
+    @property
+    def _all_handles(self) -> list[FlatParamHandle]:
+        return handles_in(self)
+
+    @property
+    def _post_backward_callback_queued(self) -> bool:
+        """True during a backward, and after one that raised."""
+        return self._unit.runtime is not None and self._unit.runtime.callback_queued
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """True if torch.compile treats the wrapped module as sharded."""
+        marked: bool = getattr(self._fsdp_wrapped_module, "_is_fsdp_managed_module", False)
+        return marked
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, value: bool) -> None:
+        refuse_torchs_functions(unit_name(self.module))
+
+    def _low_precision_hook_enabled(self) -> bool:
+        return _low_precision_dtype(self._comm_hook) is not None
+
+    def _mixed_precision_enabled_for_buffers(self) -> bool:
+        return self.mixed_precision.buffer_dtype is not None
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Make the current stream wait for the all-gathers started by ``_unshard`` in this tree."""
+        for unit in units_of(self):
+            unit._unit.wait_unsharded()
 
     # ---- nn.Module
 
@@ -625,6 +664,13 @@ class FullyShardedDataParallel(UnitNames):
             state_dict = state_dicts.with_wrapped_metadata(self, state_dict)
             keys: _IncompatibleKeys = super().load_state_dict(state_dict, *args, **kwargs)
             return keys
+
+
+def _low_precision_dtype(hook: object) -> torch.dtype | None:
+    """Return the dtype of torch's fp16/bf16 compression hooks (by identity), or None."""
+    if hook is fp16_compress_hook:
+        return torch.float16
+    return torch.bfloat16 if hook is bf16_compress_hook else None
 
 
 # ---- lazy initialization

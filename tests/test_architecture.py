@@ -19,7 +19,7 @@ LAYERS = ("base", "layout", "kernels", "torch", "collective", "handle", "runtime
 PYTHON_LAYERS = (  # packages, and modules outside of packages
     ("compat",),
     ("_C", "operator_kernels"),
-    ("sharding", "compat.execution_order", "compat.handle_names", "compat.unit_names"),
+    ("sharding", "compat.execution_order", "compat.handle_names"),
     ("tools",),
     ("training",),
     ("state",),

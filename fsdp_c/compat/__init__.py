@@ -2,6 +2,5 @@
 
 All imports of torch's FSDP1 are in ``upstream``. Each ``_name.py`` defines the names of
 ``torch.distributed.fsdp._name`` that libraries use, and is ``fsdp_c._name``. Helper modules that are
-independent of units are torch's own (``upstream.helpers``). ``handle_names`` has FSDP1's names of handles,
-``unit_names`` those of units.
+independent of units are torch's own (``upstream.helpers``). ``handle_names`` has FSDP1's names of handles.
 """

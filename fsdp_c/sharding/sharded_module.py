@@ -1,4 +1,7 @@
-"""Base class of units and segments, for modules below FullyShardedDataParallel; lookup of units in a tree."""
+"""Owners of flat parameters: the class that units and segments share, segments, and lookup of both in a tree.
+
+A unit is a FullyShardedDataParallel. Modules below that class know its instances as ShardedModules.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ else:
 
 
 class ShardedModule(nn.Module, _FSDPState):
-    """A unit or a segment: owner of one flat parameter. Base of FullyShardedDataParallel and Segment."""
+    """The owner of one flat parameter: a unit (FullyShardedDataParallel), or a segment of one."""
 
     _unit: _C.Unit
     _fsdp_wrapped_module: nn.Module
