@@ -61,7 +61,7 @@ static int warn_writeback(struct handle *handle, int64_t param, const char *subj
  * `_parameters` for the duration of a call, without register_parameter. Values of such tensors must not reach
  * the shard: the unit's own parameters return after the call, and a backward would unshard the wrong values.
  * Attribute assignment and load_state_dict(assign=True) do register: a hook
- * (fsdp_c/sharding/registrations.py) marks the new Parameter with the handle's id. */
+ * (fsdp_c/sharding/param_views.py) marks the new Parameter with the handle's id. */
 static int check_registered(const struct handle *handle, int64_t param, PyObject *value) {
     const struct flat_param *flat_param = &handle->param;
     PyObject *views = handle->storage.copy->views;

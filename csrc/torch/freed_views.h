@@ -1,5 +1,5 @@
 /* The views of a storage that is freed between uses. While it is freed, the views have a class that raises on
- * each access to their values and names parameter and unit: fsdp_c/sharding/freed_views.py.
+ * each access to their values and names parameter and unit: fsdp_c/sharding/param_views.py.
  *
  * The tensor objects stay the same, for modules and for user code that keeps them after a forward. While the
  * storage is allocated, the views are plain tensors, and operators run at full speed. The first change of

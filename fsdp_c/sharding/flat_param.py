@@ -20,7 +20,7 @@ from fsdp_c.compat.upstream import (
     ShardingStrategy,
     _ShardParamInfo,
 )
-from fsdp_c.sharding import registrations, subclasses, tensor_parallel
+from fsdp_c.sharding import param_views, tensor_parallel
 from fsdp_c.sharding.configuration import UnitConfig, configure, is_set
 from fsdp_c.sharding.flattening import (
     check_uniform,
@@ -29,12 +29,11 @@ from fsdp_c.sharding.flattening import (
     shard_param_infos,
     without_gaps,
 )
-from fsdp_c.sharding.freed_views import FreedView
 from fsdp_c.sharding.traversal import FLAT_PARAM, ParamInfo, Subtree, clean_name, joined, unwrapped
 
 logger = logging.getLogger(__name__)
 
-_C.bind_freed_view(FreedView)
+_C.bind_freed_view(param_views.FreedView)
 
 
 class SharedParamInfo(NamedTuple):
@@ -107,67 +106,6 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
         )
         param._is_flat_param = True
         return param
-
-
-class Occurrences:
-    """Every place in the tree that registers one of the parameters, in flatten order."""
-
-    def __init__(self, tree: Subtree, params: Sequence[nn.Parameter]) -> None:
-        wanted = {id(param) for param in params}
-        places = tree.params
-        self.params = [param for param in places if id(param) in wanted]
-        if not self.params:
-            raise ValueError(
-                f"`params` were not found in `module`'s tree: {type(tree.root).__name__} has none of the "
-                f"{len(params)}"
-            )
-        self.infos: list[ParamInfo] = [places[param] for param in self.params]
-        self.fqns = [joined(info.module_name, info.param_name) for info in self.infos]
-        index_of = {id(param): index for index, param in enumerate(self.params)}
-        self.shared: list[tuple[int, SharedParamInfo]] = []
-        for param, info in tree.shared_params:
-            if id(param) in wanted:
-                self.shared.append((index_of[id(param)], SharedParamInfo(*info, *places[param])))
-
-    def check_modules(self) -> None:
-        """Raise RuntimeError for script modules: their parameters cannot be deregistered."""
-        for fqn, info in zip(self.fqns, self.infos, strict=True):
-            if isinstance(info.module, torch.jit.ScriptModule):
-                raise RuntimeError(
-                    f"cannot delete methods or parameters of a script module: {fqn} is one's. Wrap the "
-                    f"module that it was scripted from, or pass it in ignored_modules. {IGNORED_AND_TRAINED}."
-                )
-
-    def move_params_to_end(self) -> None:
-        """Re-register the parameters last, so that parameters() order (and optimizer ids) match FSDP1."""
-        for info in self.infos:
-            info.module._parameters[info.param_name] = info.module._parameters.pop(info.param_name)
-
-    def param_views(self) -> list[tuple[int, nn.Module, str, int]]:
-        bypass = is_set("FSDP_USE_UNSAFE_SETATTR")
-        places: list[tuple[int, ParamInfo | SharedParamInfo]] = [*enumerate(self.infos), *self.shared]
-        return [
-            (index, info.module, info.param_name, _C.SET_BYPASSING if bypass else _way_to_set(info.module))
-            for index, info in places
-        ]
-
-
-# overridable methods that observe registration or deletion of a parameter
-_SETTERS = ("__setattr__", "__delattr__", "register_parameter")
-
-
-def _way_to_set(module: nn.Module) -> int:
-    """Return the constant of C for how to register views on ``module``.
-
-    ``setattr`` is required if the class or a foreign registration hook observes registrations. Otherwise C
-    writes to ``_parameters`` directly.
-    """
-    hooks = getattr(nn.modules.module, "_global_parameter_registration_hooks", {}).values()
-    are_ours = all(getattr(hook, "__module__", "").partition(".")[0] == "fsdp_c" for hook in hooks)
-    methods = [getattr(type(module), name) for name in _SETTERS]
-    is_plain = all(getattr(each, "__module__", None) == nn.Module.__module__ for each in methods)
-    is_wrapped = any(hasattr(each, "__wrapped__") for each in methods)
-    return _C.SET_DIRECTLY if are_ours and is_plain and not is_wrapped else _C.SET_BY_SETATTR
 
 
 class _Watched(type):
@@ -259,10 +197,29 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
         flat_param_name: str = FLAT_PARAM,
         floating: bool = True,
     ) -> None:
-        found = Occurrences(tree, params)
-        found.check_modules()
-        check_uniform(found.params, found.fqns, config.use_orig_params, floating)
-        extensions = tensor_parallel.flatten(found.params, found.fqns, config.extension)
+        wanted = set(map(id, params))
+        places = {param: info for param, info in tree.params.items() if id(param) in wanted}
+        if not places:
+            raise ValueError(
+                f"`params` were not found in `module`'s tree: {type(tree.root).__name__} has none of the "
+                f"{len(params)}"
+            )
+        params, infos = list(places), list(places.values())
+        fqns = [joined(info.module_name, info.param_name) for info in infos]
+        index_of = {id(param): index for index, param in enumerate(params)}
+        shared = [
+            (index_of[id(param)], SharedParamInfo(*info, *places[param]))
+            for param, info in tree.shared_params
+            if id(param) in wanted
+        ]
+        for fqn, info in zip(fqns, infos, strict=True):
+            if isinstance(info.module, torch.jit.ScriptModule):  # its parameters cannot be deregistered
+                raise RuntimeError(
+                    f"cannot delete methods or parameters of a script module: {fqn} is one's. Wrap the "
+                    f"module that it was scripted from, or pass it in ignored_modules. {IGNORED_AND_TRAINED}."
+                )
+        check_uniform(params, fqns, config.use_orig_params, floating)
+        extensions = tensor_parallel.flatten(params, fqns, config.extension)
         self._config = config
         self._fully_sharded_module = tree.root
         self._fsdp_extension = config.extension
@@ -271,25 +228,45 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
         self.process_group = config.shard_group
         self.rank = config.shard_group.rank()
         self.world_size = config.shard_group.size()
-        self._follow_dtype(found.params[0].dtype)
+        self._follow_dtype(params[0].dtype)
         layout = _C.FlatLayout(
-            [param.numel() for param in found.params],
+            [param.numel() for param in params],
             self._aligned_numel,
             self.world_size,
             self.rank,
             self.uses_sharded_strategy,
         )
-        dense = [without_gaps(param) for param in found.params]
+        dense = [without_gaps(param) for param in params]
         shard = own_part(dense, layout)
         if config.offload_params and self.device.type != "cpu" and shard.device.type != "meta":
             shard = shard.cpu().pin_memory()
-        flat_param = FlatParameter(shard, any(param.requires_grad for param in found.params))
-        _describe(flat_param, found, layout, dense, extensions, config.use_orig_params)
-        self._subclass_states = [subclasses.subclass_state(param) for param in found.params]
+        flat_param = FlatParameter(shard, any(param.requires_grad for param in params))
+        flat_param._param_infos = infos
+        flat_param._fqns = fqns
+        flat_param._param_extensions = extensions
+        flat_param._shared_param_infos = tuple(info for _, info in shared)
+        _describe(flat_param, layout, dense)
+        if config.use_orig_params:
+            flat_param._params = params
+            flat_param._shared_params = [params[index] for index, _ in shared]
+            flat_param._is_grad_none_mask = [False] * len(params)
+            for param in params:
+                param._fsdp_flattened = True  # type: ignore[attr-defined]  # mark on the user's parameter
+        self._subclass_states = [param_views.subclass_state(param) for param in params]
         self._wrap_views = tensor_parallel.views_wrapper(
             extensions, config.extension
-        ) or subclasses.views_wrapper(self._subclass_states)
-        param_views = found.param_views()
+        ) or param_views.views_wrapper(self._subclass_states)
+        bypass = is_set("FSDP_USE_UNSAFE_SETATTR")
+        occurrences: list[tuple[int, ParamInfo | SharedParamInfo]] = [*enumerate(infos), *shared]
+        views = [
+            (
+                index,
+                info.module,
+                info.param_name,
+                _C.SET_BYPASSING if bypass else param_views.way_to_set(info.module),
+            )
+            for index, info in occurrences
+        ]
         strides = zip(flat_param._strides, flat_param._contiguities, strict=True)
         _C.Handle.__init__(
             self,
@@ -299,15 +276,16 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
             params=flat_param._params,
             shapes=tuple(flat_param._shapes),
             strides=tuple(None if contiguous else stride for stride, contiguous in strides),
-            param_views=param_views,
+            param_views=views,
             flat_param_owner=unwrapped(tree.root)._parameters,
             flat_param_name=flat_param_name,
             wrap_views=self._wrap_views,
             name=type(tree.root).__name__,
         )
-        if config.use_orig_params:
-            found.move_params_to_end()
-        registrations.watch((view[1:3] for view in param_views), self)
+        if config.use_orig_params:  # registered last: order of parameters(), and optimizer ids, as in FSDP1
+            for info in infos:
+                info.module._parameters[info.param_name] = info.module._parameters.pop(info.param_name)
+        param_views.watch_registrations((view[1:3] for view in views), self)
         self._use_fake_all_gather = _switched_on("FSDP_USE_FAKE_ALL_GATHER")
         self._use_fake_reduce = _switched_on("FSDP_USE_FAKE_REDUCE")
         if self._use_fake_all_gather:
@@ -462,40 +440,22 @@ def _fake_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
-def _describe(
-    flat_param: FlatParameter,
-    found: Occurrences,
-    layout: _C.FlatLayout,
-    dense: list[torch.Tensor],
-    extensions: list[tensor_parallel.ParamExtension],
-    use_orig_params: bool,
-) -> None:
-    """Set FSDP1's metadata attributes on ``flat_param``."""
-    num_params = len(found.params)
-    shared_infos = tuple(info for _, info in found.shared)
-    flat_param._num_params = num_params
-    flat_param._param_infos = found.infos
-    flat_param._shapes = [param.shape for param in found.params]
+def _describe(flat_param: FlatParameter, layout: _C.FlatLayout, dense: list[torch.Tensor]) -> None:
+    """Set FSDP1's metadata attributes that follow from the layout and the parameters ``dense``."""
+    flat_param._num_params = len(dense)
+    flat_param._shapes = [param.shape for param in dense]
     flat_param._strides = [param.stride() for param in dense]
     contiguities = zip(dense, flat_param._strides, strict=True)
     flat_param._contiguities = [is_truly_contiguous(*each) for each in contiguities]
-    flat_param._fqns = found.fqns
-    flat_param._param_extensions = extensions
     flat_param._numels = layout.param_numels
     flat_param._numels_with_padding = layout.numels_with_padding
     flat_param._is_padding_mask = list(layout.is_padding_mask)
-    flat_param._shared_param_infos = shared_infos
-    flat_param._modules = {info.module for info in found.infos} | {info.module for info in shared_infos}
+    flat_param._modules = {info.module for info in flat_param._param_infos}
+    flat_param._modules |= {info.module for info in flat_param._shared_param_infos}
     flat_param._unpadded_unsharded_size = torch.Size((layout.numel,))
     flat_param._sharded_size = torch.Size((layout.shard_numel,))
     flat_param._shard_numel_padded = layout.shard_numel_padded
     flat_param._shard_param_infos = shard_param_infos(layout)
-    flat_param._params = found.params if use_orig_params else None
-    flat_param._shared_params = (
-        [found.params[index] for index, _ in found.shared] if use_orig_params else None
-    )
-    flat_param._is_grad_none_mask = [False] * num_params if use_orig_params else None
+    flat_param._params = flat_param._shared_params = flat_param._is_grad_none_mask = None
     flat_param._post_backward_called = False
     flat_param._fsdp_flattened = True
-    for param in found.params if use_orig_params else ():
-        param._fsdp_flattened = True  # type: ignore[attr-defined]  # mark on the user's parameter

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fsdp_c import _C
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.sharding.flat_param import _way_to_set
+from fsdp_c.sharding.param_views import way_to_set
 from tests.collectives import fake_ranks
 from tests.ranks import both_views
 
@@ -167,7 +167,7 @@ def test_search_for_new_parameters_ignores_those_of_units(
     assert seen
     model(torch.ones(2, 4))
     assert not model._unit.runtime.unchecked
-    assert _way_to_set(nn.Linear(4, 4)) == _C.SET_DIRECTLY
+    assert way_to_set(nn.Linear(4, 4)) == _C.SET_DIRECTLY
     model.module.scale = nn.Parameter(torch.ones(1))
     assert model._unit.runtime.unchecked
 
