@@ -64,7 +64,7 @@ def auto_wrap(
     if root_kwargs["mixed_precision"] is not None:
         classes = tuple(root_kwargs["mixed_precision"]._module_classes_to_ignore)
     inside = modules_by_compiled(tree.modules)
-    chosen: dict[nn.Module, Kwargs] = {}
+    chosen: dict[nn.Module, Kwargs] = {}  # modules that become units, with their arguments
     if isinstance(policy, _Policy):
         chosen = policy._run_policy(tree.root, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
         for module in tree.modules:
@@ -73,41 +73,37 @@ def auto_wrap(
                 chosen[module] = {**kwargs, "mixed_precision": None}
         compiled = {module: outer for outer, module in inside.items()}
         chosen = {compiled.get(module, module): kwargs for module, kwargs in chosen.items()}
-        if root_kwargs["use_orig_params"] and not splits_frozen():
-            _warn_of_frozen_params(tree, chosen.keys(), ignored_params)
-        homes = homes_of_shared_params(tree, chosen)
-        _keep_in_full_precision(tree.modules, classes)
-        tree.drop_param_cache()
-        with auto_wrapping(homes, ignored_params):
-            _post_order_apply(tree.root, _construct_wrap_fn(tree.root, chosen, unit_class))
-        return homes
-    if classes:
-        individually = functools.partial(_wrap_module_cls_individually, module_classes=classes)
-        policy = functools.partial(_or_policy, policies=[policy, individually])
-    policy = _or_inside(policy, inside)
-
-    def record(module: nn.Module, **kwargs: Any) -> nn.Module:
-        chosen[module] = kwargs
-        return module
-
-    def wrap(wrapper: Callable[..., nn.Module]) -> None:
-        _recursive_wrap(
+        wrap = functools.partial(
+            _post_order_apply, tree.root, _construct_wrap_fn(tree.root, chosen, unit_class)
+        )
+    else:
+        if classes:
+            individually = functools.partial(_wrap_module_cls_individually, module_classes=classes)
+            policy = functools.partial(_or_policy, policies=[policy, individually])
+        wrap_by = functools.partial(
+            _recursive_wrap,
             tree.root,
-            policy,
-            wrapper,
-            ignored_modules,
-            ignored_params,
+            _or_inside(policy, inside),
+            ignored_modules=ignored_modules,
+            ignored_params=ignored_params,
             only_wrap_children=True,
             **root_kwargs,
         )
+        wrap = functools.partial(wrap_by, wrapper_cls=unit_class)
+        if tree.shared_params:  # their homes follow from the modules that the policy selects
 
-    if tree.shared_params:
-        wrap(record)
+            def record(module: nn.Module, **kwargs: Any) -> nn.Module:
+                chosen[module] = kwargs
+                return module
+
+            wrap_by(wrapper_cls=record)
     homes = homes_of_shared_params(tree, chosen)
+    if isinstance(policy, _Policy) and root_kwargs["use_orig_params"] and not splits_frozen():
+        _warn_of_frozen_params(tree, chosen, homes, ignored_params)
     _keep_in_full_precision(tree.modules, classes)
     tree.drop_param_cache()
     with auto_wrapping(homes, ignored_params):
-        wrap(unit_class)
+        wrap()
     return homes
 
 
@@ -209,7 +205,7 @@ class _FullPrecisionRegion:
 
 
 def _warn_of_frozen_params(
-    tree: Subtree, targets: Iterable[nn.Module], ignored_params: set[nn.Parameter]
+    tree: Subtree, targets: Container[nn.Module], homes: Homes, ignored_params: set[nn.Parameter]
 ) -> None:
     """Warn about selected modules whose flat parameter would mix frozen and trainable parameters."""
     registered = (
@@ -217,8 +213,6 @@ def _warn_of_frozen_params(
     )
     if len({param.requires_grad for param in registered}) < 2:
         return
-    targets = set(targets)
-    homes = homes_of_shared_params(tree, targets)
     for module, path in reversed(tree.modules.items()):  # inner ones first
         if module not in targets:
             continue

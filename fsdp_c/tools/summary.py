@@ -133,13 +133,20 @@ def summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     for path, fsdp_module in found:
         parent = places.get(fsdp_module._enclosing_unit)
         roots.append(fsdp_module if parent is None else roots[parent])
-        unit = replace(_of_unit(fsdp_module, roots[-1]), path=clean_path(path), parent=parent)
-        units.append(replace(unit, is_optional=is_optional(module, path)))
+        units.append(
+            _of_unit(fsdp_module, roots[-1], clean_path(path), parent, is_optional=is_optional(module, path))
+        )
     shares = getattr(optimizer, "shares", tuple)  # method of WholeParameters
     return Summary(tuple(units), tuple(shares()))
 
 
-def _of_unit(fsdp_module: ShardedModule, root: ShardedModule) -> UnitSummary:
+def _of_unit(
+    fsdp_module: ShardedModule,
+    root: ShardedModule,
+    path: str = "",
+    parent: int | None = None,
+    is_optional: bool = False,
+) -> UnitSummary:
     handle, replicate_group = fsdp_module._handle, fsdp_module._replicate_group
     limits, is_on_cpu = root._exec_order_data, fsdp_module.compute_device.type == "cpu"
     is_sharded = fsdp_module.sharding_strategy is not ShardingStrategy.NO_SHARD
@@ -149,14 +156,14 @@ def _of_unit(fsdp_module: ShardedModule, root: ShardedModule) -> UnitSummary:
     backward = limits._backward_prefetch_limit + prefetches_first if fsdp_module.backward_prefetch else 1
     is_trainable = handle is not None and any(param.requires_grad for param in handle.script_params)
     unit = UnitSummary(
-        path="",
+        path=path,
         module=type(fsdp_module.module).__name__,
         sharding_strategy=fsdp_module.sharding_strategy,
         shards=fsdp_module.world_size,
         replicas=1 if replicate_group is None else replicate_group.size(),
-        parent=None,
+        parent=parent,
         is_segment=fsdp_module._whole is not fsdp_module,
-        is_optional=False,
+        is_optional=is_optional,
         is_trainable=is_trainable,
         num_unsharded=(forward, backward),
     )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from fsdp_c import _C
-from fsdp_c.sharding.sharded_module import ShardedModule, is_sharded_module, unit_around
+from fsdp_c.sharding.sharded_module import is_sharded_module, unit_around
 from fsdp_c.sharding.wrap import unit_name
 
 __all__ = ["register_forward_method"]
@@ -44,22 +43,15 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         raise AttributeError(f"cannot register {name!r}: {unit_name(wrapped)} has no method of that name")
     if name in dir(type(fsdp_module)):
         raise ValueError(f"cannot register {name!r}: FullyShardedDataParallel has a {name!r} of its own")
-    if not getattr(method, "_gathers_parameters", False):
-        setattr(wrapped, name, _gathering(fsdp_module, method))
+    if getattr(method, "_unshards_parameters", False):
+        return
 
-
-def _gathering(fsdp_module: ShardedModule, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def forward_method(*args: Any, **kwargs: Any) -> Any:
-        if _gathered(fsdp_module):
+        state = (fsdp_module._handle or fsdp_module._unit).training_state
+        if state in (_C.USE_FORWARD, _C.USE_SUMMON_FULL_PARAMS):  # unsharded already
             return method(*args, **kwargs)
         return fsdp_module._unit.forward(method, args, kwargs)
 
-    vars(forward_method)["_gathers_parameters"] = True
-    return forward_method
-
-
-def _gathered(fsdp_module: ShardedModule) -> bool:
-    """Return True if the unit's parameters are unsharded: during its forward or inside summon_full_params."""
-    state = (fsdp_module._handle or fsdp_module._unit).training_state
-    return state in (_C.USE_FORWARD, _C.USE_SUMMON_FULL_PARAMS)
+    vars(forward_method)["_unshards_parameters"] = True
+    setattr(wrapped, name, forward_method)

@@ -9,13 +9,13 @@ does, to fsdp_c's module of the same name, on first import. FSDP1's names in the
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 FSDP = "torch.distributed.fsdp"
 
@@ -55,17 +55,10 @@ class Finder:
         """Return the spec of fsdp_c's module if no other finder has one."""
         if name != FSDP and name not in OURS:
             return None
-        if _others_have(self, name, path, target):
-            return None
+        with contextlib.suppress(ImportError):  # of a finder: counts as not found
+            if any(finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self):
+                return None
         return ModuleSpec(name, _Loader(), is_package=name == FSDP)
-
-
-def _others_have(own: Finder, name: str, path: Sequence[str] | None, target: ModuleType | None) -> bool:
-    """Return True if another finder finds the module. An ImportError counts as not found."""
-    try:
-        return any(finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not own)
-    except ImportError:
-        return False
 
 
 class _Loader(Loader):
@@ -89,17 +82,12 @@ def names() -> dict[str, object]:
     }
 
 
-def public_names() -> dict[str, Any]:
-    """Return FSDP1's public names of ``torch.distributed.fsdp``."""
-    ours = importlib.import_module("fsdp_c")
-    return {name: getattr(ours, name) for name in (*ours.__all__, "FlatParameter")}
-
-
 def put_public_names(package: ModuleType) -> list[str]:
-    """Add FSDP1's missing names to ``torch.distributed.fsdp``; return the added ones."""
-    missing = {name: value for name, value in public_names().items() if not hasattr(package, name)}
-    vars(package).update(missing)
-    return list(missing)
+    """Add FSDP1's missing public names to ``torch.distributed.fsdp``; return the added ones."""
+    ours = importlib.import_module("fsdp_c")
+    missing = [name for name in (*ours.__all__, "FlatParameter") if not hasattr(package, name)]
+    vars(package).update({name: getattr(ours, name) for name in missing})
+    return missing
 
 
 def insert() -> None:
