@@ -37,10 +37,9 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
             f"max_norm must be at least 0, not {max_norm}, which would reverse gradients or make them NaN"
         )
     _check_norm_type(norm_type)
-    sharded_handles, whole_handles = _handles(root)
-    if not sharded_handles and not any(handle.is_parallel for handle in whole_handles):
+    if not any(map(needs_ranks, _handles(root))):
         return torchs_clip_grad_norm_(root.parameters(), max_norm, norm_type)
-    grads, total_norm = _found(root, norm_type)
+    grads, total_norm = _grads_and_norm([root], None, [], norm_type)
     return _clipped(root.rank, grads, max_norm, total_norm)
 
 
@@ -58,7 +57,7 @@ def clip_params_(
         return None
     known = {id(param) for root in roots for param in root.parameters()}
     plain = [param.grad for param in params if id(param) not in known and param.grad is not None]
-    grads, total_norm = _found_in_all(roots, wanted, plain, norm_type, error_if_nonfinite)
+    grads, total_norm = _grads_and_norm(roots, wanted, plain, norm_type, error_if_nonfinite)
     return _clipped(roots[0].rank, grads, max_norm, total_norm)
 
 
@@ -86,7 +85,7 @@ def total_norm_of(
     wanted = set().union(*owners.values())
     known = {_memory(param.grad) for root in owners for param in root.parameters() if id(param) in wanted}
     plain = [tensor for tensor in tensors if tensor.numel() and _memory(tensor) not in known]
-    _, total_norm = _found_in_all(list(owners), wanted, plain, norm_type, error_if_nonfinite)
+    _, total_norm = _grads_and_norm(list(owners), wanted, plain, norm_type, error_if_nonfinite)
     return total_norm.to(functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors]))
 
 
@@ -153,18 +152,26 @@ def _partial_unit(root: ShardedModule, wanted: Container[int]) -> tuple[FlatPara
     return first if absent else None
 
 
-def _found_in_all(
+def _grads_and_norm(
     roots: Sequence[ShardedModule],
-    wanted: Container[int],
+    wanted: Container[int] | None,
     plain: list[Tensor],
     norm_type: float,
-    error_if_nonfinite: bool,
+    error_if_nonfinite: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the gradients of ``wanted`` parameters in the trees, plus ``plain``, and their norm over ranks."""
+    """Return the gradients in the trees (of ``wanted`` parameters, if given), plus ``plain``, and their norm."""
     _check_norm_type(norm_type)
-    found = [_found(root, norm_type, wanted) for root in roots]
-    grads = [grad for own, _ in found for grad in own]
-    norms = [norm for _, norm in found]
+    grads: list[Tensor] = []
+    norms = []
+    for root in roots:
+        handles = _handles(root)
+        sharded, whole = _grads_of(root, handles, wanted)
+        grads += [grad for part in (sharded, whole) for found in part.values() for grad in found]
+        # All ranks must use one dtype, including ranks without gradients: derive it from parameters.
+        has_float64 = any(handle.flat_param.dtype == torch.float64 for handle in handles)
+        dtype = torch.float64 if has_float64 else torch.float32
+        norm = _total_norm(root, sharded, whole, norm_type, dtype)
+        norms.append(norm.cpu() if root.cpu_offload.offload_params else norm)
     if plain:
         norms.append(_local_norm(plain, norm_type, norms[0].dtype, norms[0].device))
     total_norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -175,24 +182,6 @@ def _found_in_all(
             "scale by it anyway"
         )
     return grads + plain, total_norm
-
-
-def _found(
-    root: ShardedModule, norm_type: float, wanted: Container[int] | None = None
-) -> tuple[list[Tensor], Tensor]:
-    """Return the gradients in the tree (of ``wanted`` parameters, if given) and their norm over ranks."""
-    sharded_handles, whole_handles = _handles(root)
-    handles = sharded_handles + whole_handles
-    sharded, whole = _grads_of(sharded_handles, wanted), _grads_of(whole_handles, wanted)
-    _add_unmanaged_grads(whole, root, handles, wanted)
-    grads = [grad for part in (sharded, whole) for found in part.values() for grad in found]
-    # All ranks must use one dtype, including ranks without gradients: derive it from parameters.
-    has_float64 = any(handle.flat_param.dtype == torch.float64 for handle in handles)
-    dtype = torch.float64 if has_float64 else torch.float32
-    total_norm = _total_norm(root, sharded, whole, norm_type, dtype)
-    if root.cpu_offload.offload_params:
-        total_norm = total_norm.cpu()
-    return grads, total_norm
 
 
 def _clipped(rank: int, grads: list[Tensor], max_norm: float, total_norm: Tensor) -> Tensor:
@@ -222,8 +211,8 @@ def _check_norm_type(norm_type: float) -> None:
         )
 
 
-def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParamHandle]]:
-    """Return the handles of the tree with sharded gradients, and those with full gradients on every rank."""
+def _handles(root: ShardedModule) -> list[FlatParamHandle]:
+    """Return the handles of the tree. Raises unless ``root`` is a root between steps."""
     if root.check_is_root():  # lazy init of an inner unit would make it a root
         root._lazy_init()
     if not root._unit.is_root:
@@ -237,62 +226,47 @@ def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParam
         )
     assert root._unit.runtime is not None
     found = [unit.handle for unit in root._unit.runtime.units if unit.handle is not None]
-    handles = cast("list[FlatParamHandle]", found)
-    sharded = [handle for handle in handles if handle.uses_sharded_strategy]
-    return sharded, [handle for handle in handles if not handle.uses_sharded_strategy]
+    return cast("list[FlatParamHandle]", found)
 
 
-def _grads_of(handles: Sequence[FlatParamHandle], wanted: Container[int] | None) -> GradsByGroups:
-    found: GradsByGroups = {(): []}
-    for handle in handles:
-        if handle.is_parallel:
-            for groups, grads in _grads_by_groups(handle, wanted).items():
-                found.setdefault(groups, []).extend(grads)
-        elif wanted is None:
-            found[()] += handle.sharded_grads()
-        else:
-            params = [param for param in handle.script_params if id(param) in wanted]
-            found[()] += [grad for param in params if (grad := param.grad) is not None and grad.numel()]
-    return found
+def _grads_of(
+    root: ShardedModule, handles: Sequence[FlatParamHandle], wanted: Container[int] | None
+) -> tuple[GradsByGroups, GradsByGroups]:
+    """Return the sharded gradients of the tree, and those that every rank of the shard group has in full.
 
-
-def _grads_by_groups(handle: FlatParamHandle, wanted: Container[int] | None) -> GradsByGroups:
-    """Return the gradients of this rank's shard, keyed by the tensor parallel groups that shard them.
-
-    Keys and their order are equal on all ranks, with or without gradients.
+    Both are keyed by the tensor parallel groups that shard them. Keys and their order are equal on all ranks,
+    with or without gradients. Parameters that no unit manages count as full.
     """
-    flat_param = handle.flat_param
-    if flat_param._params is not None:
-        params: Sequence[Tensor] = flat_param._params
-        grads = [param.grad for param in params]
-    else:
-        params = [flat_param] * flat_param._num_params
-        grad, bounds = flat_param.grad, handle.shard_bounds()
-        grads = [None if grad is None or start == end else grad[start:end] for start, end in bounds]
-    found: GradsByGroups = {}
-    for param, grad, param_extension in zip(params, grads, flat_param._param_extensions, strict=True):
-        of_groups = found.setdefault(tensor_parallel.sharding_groups(param_extension), [])
-        if grad is not None and (wanted is None or id(param) in wanted):
-            of_groups.append(grad)
-    return found
-
-
-def _add_unmanaged_grads(
-    found: GradsByGroups,
-    root: ShardedModule,
-    handles: Sequence[FlatParamHandle],
-    wanted: Container[int] | None,
-) -> None:
-    """Add the gradients of parameters that no unit manages."""
+    sharded: GradsByGroups = {(): []}
+    whole: GradsByGroups = {(): []}
     managed: set[int] = set()
     for handle in handles:
-        managed.add(id(handle.flat_param))
-        managed.update(id(param) for param in handle.flat_param._params or ())
+        found = sharded if handle.uses_sharded_strategy else whole
+        flat_param = handle.flat_param
+        managed.update((id(flat_param), *map(id, flat_param._params or ())))
+        params: Sequence[Tensor] = handle.script_params
+        if not handle.is_parallel:
+            if wanted is None:
+                found[()] += handle.sharded_grads()
+            else:
+                grads = [param.grad for param in params if id(param) in wanted]
+                found[()] += [grad for grad in grads if grad is not None and grad.numel()]
+            continue
+        grads = [param.grad for param in params]
+        if flat_param._params is None:
+            grad, bounds = flat_param.grad, handle.shard_bounds()
+            params = [flat_param] * len(bounds)
+            grads = [None if grad is None or start == end else grad[start:end] for start, end in bounds]
+        for param, grad, param_extension in zip(params, grads, flat_param._param_extensions, strict=True):
+            of_groups = found.setdefault(tensor_parallel.sharding_groups(param_extension), [])
+            if grad is not None and (wanted is None or id(param) in wanted):
+                of_groups.append(grad)
     for param in root.parameters():
         if id(param) not in managed:
-            grads = found.setdefault(tensor_parallel.sharding_groups(getattr(param, "_spec", None)), [])
+            of_groups = whole.setdefault(tensor_parallel.sharding_groups(getattr(param, "_spec", None)), [])
             if param.grad is not None and (wanted is None or id(param) in wanted):
-                grads.append(tensor_parallel.local(param.grad))
+                of_groups.append(tensor_parallel.local(param.grad))
+    return sharded, whole
 
 
 def _total_norm(
