@@ -37,11 +37,11 @@ from fsdp_c.sharding.optional import is_marked, optional_units
 from fsdp_c.sharding.sharded_module import (
     Segment,
     ShardedModule,
-    claim_module,
     handle_of,
     handles_in,
     is_sharded_module,
     parts_of,
+    register_unit,
     units_of,
     units_with_paths,
     whole_units_of,
@@ -181,11 +181,13 @@ class FullyShardedDataParallel(ShardedModule):
         groups = construction.resolve_process_groups(
             process_group, sharding_strategy, device_mesh, auto_wrap_policy is not None, device
         )
-        name = unit_name(module)
+        name, rank = unit_name(module), groups.shard.rank()
         senders = [group for group in reversed(groups) if group is not None] if sync_module_states else []
         if senders and current_auto_wrapping() is None:
             with phases.enter(_C.PROGRESS_WRAP):
                 agreement.agree_to_sync(name, senders[::-1], device)
+
+        # inner units
         if auto_wrap_policy is not None:
             own = ("self", "__class__", "module", "auto_wrap_policy", "ignored_modules")
             inherited = {name: value for name, value in arguments.items() if name not in own}
@@ -195,22 +197,21 @@ class FullyShardedDataParallel(ShardedModule):
             homes = auto_wrap(
                 tree, auto_wrap_policy, ignored.modules, ignored.params, inherited, FullyShardedDataParallel
             )
-            tree = Subtree(module, homes=homes)
-        rank = groups.shard.rank()
+            tree = Subtree(module, homes=homes)  # without the modules of the new units
+
+        # the tensors of this unit
         sharding_strategy = construction.resolve_strategy(sharding_strategy, groups.shard.size())
         buffer_dtypes = buffers.original_dtypes(tree)
         before = construction.own_params(tree, ignored.params)
         tree, params, device = materialization.materialize(
-            tree, name, rank, ignored, param_init_fn, device, device_id
+            tree, before, name, rank, ignored, param_init_fn, device, device_id
         )
         if senders:
             materialization.sync_states(module, params, senders, where=f"unit {name!r} on rank {rank}")
+
+        # attributes that follow from the arguments
         mixed_precision = mixed_precision or MixedPrecision()
         cpu_offload = cpu_offload or CPUOffload()
-        self._device_mesh = device_mesh
-        self._ignored_modules = ignored.modules
-        self._ignored_params = ignored.params
-        self._ignored_buffer_names = ignored.buffer_names
         config = configure(
             groups.shard,
             groups.replicate,
@@ -226,18 +227,24 @@ class FullyShardedDataParallel(ShardedModule):
         )
         construction.record_groups(config)
         self._init_state(config, mixed_precision, cpu_offload, buffer_dtypes)
+        self._device_mesh = device_mesh
+        self._ignored_modules = ignored.modules
+        self._ignored_params = ignored.params
+        self._ignored_buffer_names = ignored.buffer_names
         self._exec_order_data = ExecutionOrder()  # replaced by the root's at lazy initialization
         self._device_handle = torch.get_device_module(device)
         self._debug_level = dist.get_debug_level()
         self._use_full_prec_in_eval = config.full_precision_in_eval
         # True after a forward in eval mode cast buffers back
         self._needs_buffer_dtype_restore_check = False
+
+        # flat parameters
         self._flatten(tree, name, params)
         self._params_before = [weakref.ref(param) for param in before if not construction.is_flattened(param)]
         for inner in filter(is_sharded_module, tree.units):
             inner._enclosing = weakref.ref(self)
         self._fsdp_wrapped_module = module
-        claim_module(unwrapped(module), self)
+        register_unit(unwrapped(module), self)
         misuse_checks.explain_optimizers()
         if self._handle is not None:
             self._fully_sharded_module_to_handle[module] = self._handle
@@ -246,8 +253,6 @@ class FullyShardedDataParallel(ShardedModule):
             for part in parts_of(self):
                 _register_flat_param(part)
         state_dicts.register_hooks(self)
-
-    # ---- construction
 
     def _flatten(self, tree: Subtree, name: str, params: list[nn.Parameter]) -> None:
         """Create the unit in C over ``params``, with a segment for each further flat parameter."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -40,7 +41,7 @@ class ExecutionOrder:
 
     def __init__(self) -> None:
         self._limits = {"_backward_prefetch_limit": 1, "_forward_prefetch_limit": 1}
-        self._root: weakref.ref[ShardedModule] | None = None
+        self._root: Callable[[], ShardedModule | None] = lambda: None  # weak reference to the root once bound
 
     def bind(self, root: ShardedModule, runtime: _C.Runtime) -> None:
         """Attach to the tree of ``root`` and set the limits of its ``runtime``."""
@@ -48,11 +49,8 @@ class ExecutionOrder:
         for name, limit in self._limits.items():
             setattr(runtime, name, limit)
 
-    def _bound(self) -> ShardedModule | None:
-        return None if self._root is None else self._root()
-
     def _runtime(self) -> _C.Runtime | None:
-        root = self._bound()
+        root = self._root()
         return None if root is None else root._unit.runtime
 
     @property
@@ -68,11 +66,11 @@ class ExecutionOrder:
     @property
     def all_handles(self) -> list[FlatParamHandle]:
         """The handles of the tree in pre-order; empty before lazy initialization."""
-        root = self._bound()
+        root = self._root()
         return [] if root is None else handles_in(root)
 
     @property
     def param_to_fqn(self) -> dict[nn.Parameter, list[str]]:
         """The FQNs of each parameter of the tree; empty before lazy initialization."""
-        root = self._bound()
+        root = self._root()
         return {} if root is None else _get_param_to_fqns(root)

@@ -138,7 +138,7 @@ def install() -> None:
         # watch torch's _runtime_utils: tests of torch and composer patch its functions
         _torchs_runtime_utils().__class__ = _runtime_utils.Watched
     added = [] if HAS_FSDP1 else put_public_names(importlib.import_module(_FSDP))
-    replacements.put()
+    replacements.apply()
     rank_local.reduces_over_ranks = True
     _installed = _Installed(written, forwarded, added, frozenset(sys.modules))
 
@@ -161,7 +161,7 @@ def uninstall() -> None:
     # functions patched in torch's module must no longer affect the runtime
     for name in _runtime_utils.ORIGINALS:
         _runtime_utils.put(name, getattr(_runtime_utils, name))
-    replacements.take_away()
+    replacements.revert()
     rank_local.reduces_over_ranks = False
     theirs = {id(ours): original for original, ours in _replacements().values()}
     for module, name, original in _installed.written:

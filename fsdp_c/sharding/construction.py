@@ -29,7 +29,7 @@ from fsdp_c.compat.upstream import (
 )
 from fsdp_c.sharding.common import global_rank
 from fsdp_c.sharding.configuration import UnitConfig
-from fsdp_c.sharding.sharded_module import claimed_units, is_sharded_module
+from fsdp_c.sharding.sharded_module import is_sharded_module, live_units
 from fsdp_c.sharding.traversal import (
     Subtree,
     clean_name,
@@ -534,7 +534,7 @@ def _free_process_groups() -> None:
     """
     if not dist.is_initialized():
         _C.release_process_groups()
-        for unit in claimed_units():
+        for unit in live_units():
             for owner in (unit, *(getattr(unit, name, None) for name in _OWNERS_OF_GROUPS)):
                 attributes = getattr(owner, "__dict__", {})
                 held = [

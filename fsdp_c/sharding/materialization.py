@@ -2,8 +2,7 @@
 
 import itertools
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ BROADCAST_BUCKET_NBYTES = 250 * 1024 * 1024
 
 def materialize(
     tree: Subtree,
+    params: list[nn.Parameter],
     unit: str,
     rank: int,
     ignored: IgnoredStates,
@@ -36,19 +36,13 @@ def materialize(
 ) -> tuple[Subtree, list[nn.Parameter], torch.device]:
     """Initialize modules on the meta device; move CPU tensors to ``device`` if ``device_id`` was passed.
 
-    Returns the new subtree, the unit's own parameters, and the compute device. Raises ValueError or
-    RuntimeError for parameters that no unit can own, or on several devices.
+    Returns the new subtree, the unit's own parameters, ``params`` before, and the compute device. Raises
+    ValueError or RuntimeError for parameters that no unit can own, or on several devices.
     """
-    params = own_params(tree, ignored.params)
     check_params(tree, params, unit)
     check_single_device(tree, params, device_id, unit, rank)
     if any(tensor.is_meta for tensor in (*params, *_own_buffers(tree, ignored.modules))):
-        targets = list(_modules_to_materialize(tree.root, ignored.modules))
-        if param_init_fn is None:
-            _reset_parameters(targets, device)
-        else:
-            for target in targets:
-                param_init_fn(target)
+        _initialize_modules(tree.root, ignored.modules, param_init_fn, device)
         tree = Subtree(tree.root, homes=tree.homes)
         params = own_params(tree, ignored.params)
         for param in params:
@@ -61,7 +55,12 @@ def materialize(
     if device_id is not None:
         _move_to_device(tree, params, ignored.modules, device)
     else:
-        _warn_of_cpu_initialization(params, device)
+        if device != CPU and any(param.device == CPU for param in params):
+            warnings.warn(
+                "The passed-in `module` is on CPU and is sharded there, which may be slower than on "
+                f"{device}; pass device_id to have it moved first, or move it before the first forward",
+                stacklevel=3,
+            )
         device = next((param.device for param in params if param.device.type != "cpu"), device)
     check_compute_device(tree, params, device, unit, rank)
     return tree, params, device
@@ -73,34 +72,40 @@ def _own_buffers(tree: Subtree, ignored_modules: set[nn.Module]) -> list[torch.T
     return [buffer for buffer in tree.buffers if buffer not in ignored]
 
 
-def _modules_to_materialize(root: nn.Module, ignored_modules: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield modules breadth-first, without descending into units or ignored modules."""
-    pending, visited = deque([root]), {root}
-    while pending:
-        module = pending.popleft()
-        yield module
+def _initialize_modules(
+    root: nn.Module,
+    ignored_modules: set[nn.Module],
+    param_init_fn: Callable[[nn.Module], None] | None,
+    device: torch.device,
+) -> None:
+    """Allocate and initialize modules breadth-first, except units and ignored ones with their subtrees.
+
+    By ``param_init_fn``, or by ``reset_parameters()`` of each module with tensors of its own.
+    """
+    modules, visited = [root], {root}
+    for module in modules:  # grows by the children
         for child in module.children():
             if child not in visited and not is_unit(child) and child not in ignored_modules:
                 visited.add(child)
-                pending.append(child)
-
-
-@torch.no_grad()
-def _reset_parameters(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Allocate and initialize each module with tensors of its own, by its ``reset_parameters()``."""
-    for module in modules:
-        if all(own is None for own in (*module._parameters.values(), *module._buffers.values())):
-            continue
-        try:
-            module.to_empty(device=device, recurse=False)
-            module.reset_parameters()  # type: ignore[operator]  # a missing method is reported by the warning below
-        except Exception as error:
-            warnings.warn(
-                f"Unable to call `reset_parameters()` for module on meta device with error {error}: give "
-                f"{type(module).__name__} this method, or pass param_init_fn",
-                stacklevel=5,
-            )
-            raise
+                modules.append(child)
+    if param_init_fn is not None:
+        for module in modules:
+            param_init_fn(module)
+        return
+    with torch.no_grad():
+        for module in modules:
+            if all(own is None for own in (*module._parameters.values(), *module._buffers.values())):
+                continue
+            try:
+                module.to_empty(device=device, recurse=False)
+                module.reset_parameters()  # type: ignore[operator]  # a missing method is reported by the warning below
+            except Exception as error:
+                warnings.warn(
+                    f"Unable to call `reset_parameters()` for module on meta device with error {error}: give "
+                    f"{type(module).__name__} this method, or pass param_init_fn",
+                    stacklevel=4,
+                )
+                raise
 
 
 def _move_to_device(
@@ -118,16 +123,6 @@ def _move_to_device(
         for buffer in _own_buffers(tree, ignored_modules):
             if buffer.device == CPU:
                 buffer.data = buffer.to(device)
-
-
-def _warn_of_cpu_initialization(params: Iterable[nn.Parameter], compute_device: torch.device) -> None:
-    """Warn if a module is sharded on the CPU but computes on an accelerator."""
-    if compute_device != CPU and any(param.device == CPU for param in params):
-        warnings.warn(
-            "The passed-in `module` is on CPU and is sharded there, which may be slower than on "
-            f"{compute_device}; pass device_id to have it moved first, or move it before the first forward",
-            stacklevel=4,
-        )
 
 
 def sync_states(

@@ -50,8 +50,9 @@ class ShardedModule(nn.Module, _FSDPState):
     """The owner of one flat parameter: a unit (FullyShardedDataParallel), or a segment of one."""
 
     _unit: _C.Unit
+    _lazy_init: Callable[..., None]  # the unit's method
     _fsdp_wrapped_module: nn.Module
-    _said_is_root: bool | None  # set by an assignment to _is_root
+    _is_root_override: bool | None  # set by an assignment to _is_root
     _was_summoned: bool  # set by summon_full_params, after which FSDP1 reports a root
     _segments: Sequence[ShardedModule] = ()  # one per further flat parameter
     _flat_param_name: str = FLAT_PARAM  # name by which the wrapped module registers the flat parameter
@@ -100,15 +101,11 @@ class ShardedModule(nn.Module, _FSDPState):
         self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
         self._enclosing: weakref.ref[ShardedModule] | None = None  # enclosing unit
 
-    def _lazy_init(self, alone: bool = False) -> None:
-        """Make this unit the root of its tree unless the tree has one."""
-        raise NotImplementedError
-
     def _reset_lazy_init(self) -> None:
         """Clear the root decision of this unit's tree; the next forward decides again."""
         if self._unit.runtime is not None:
             self._unit.runtime.release()
-        vars(self).pop("_said_is_root", None)
+        vars(self).pop("_is_root_override", None)
 
     @property
     def _whole(self) -> ShardedModule:
@@ -176,12 +173,12 @@ class ShardedModule(nn.Module, _FSDPState):
         if value is None and self.training_state == TrainingState.IDLE:
             self._reset_lazy_init()
         else:
-            self._said_is_root = value
+            self._is_root_override = value
 
     @property
     def _decided_is_root(self) -> bool | None:
         """The decision of a step or a client; None before any."""
-        return self._said_is_root if "_said_is_root" in vars(self) else self._unit.is_root
+        return self._is_root_override if "_is_root_override" in vars(self) else self._unit.is_root
 
     @property
     def _enclosing_unit(self) -> ShardedModule | None:
@@ -242,10 +239,6 @@ class Segment(ShardedModule):
         fsdp_module = self._enclosing_unit
         assert fsdp_module is not None
         return fsdp_module
-
-    def _lazy_init(self, alone: bool = False) -> None:
-        """Initialize the tree of the unit."""
-        self._whole._lazy_init(alone)
 
 
 def handle_of(module: ShardedModule) -> FlatParamHandle:
@@ -336,7 +329,7 @@ def holders_around(fsdp_module: ShardedModule) -> dict[ShardedModule, list[str]]
 _units: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()
 
 
-def claim_module(module: nn.Module, fsdp_module: ShardedModule) -> None:
+def register_unit(module: nn.Module, fsdp_module: ShardedModule) -> None:
     """Register ``fsdp_module`` as the unit that wraps ``module``."""
     _units[module] = weakref.ref(fsdp_module)
 
@@ -347,7 +340,7 @@ def unit_around(module: nn.Module) -> ShardedModule | None:
     return None if reference is None else reference()
 
 
-def claimed_units() -> list[ShardedModule]:
+def live_units() -> list[ShardedModule]:
     """Return all live units and their segments."""
     # Copy first: other threads may register units.
     wrapped = [module for key in _units.keyrefs() if (module := key()) is not None]
@@ -359,4 +352,4 @@ def claimed_units() -> list[ShardedModule]:
 
 def root_units() -> list[ShardedModule]:
     """Return the live units without an enclosing unit."""
-    return [unit for unit in claimed_units() if unit._whole is unit and unit._enclosing_unit is None]
+    return [unit for unit in live_units() if unit._whole is unit and unit._enclosing_unit is None]

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding.common import place_of
 from fsdp_c.sharding.construction import is_flattened
-from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units, handles_in, parts_of, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, handles_in, live_units, parts_of, units_of
 from fsdp_c.sharding.traversal import clean_name, is_composable, named_params
 from fsdp_c.training import replacements
 
@@ -48,7 +48,7 @@ _OF_2D_PARAMS = re.compile("2D parameters|empty parameter list")
 def watch(root: ShardedModule) -> None:
     """Schedule checks of the next backward of ``root`` (initialized), and of the first step of its optimizer."""
     _watch_registrations()
-    replacements.put()
+    replacements.apply()
     _check_next_backward(root)
     _unstepped.add(root)
     if not _step_hooks:
@@ -234,7 +234,7 @@ def _explaining_init(init: Callable[..., None]) -> Callable[..., None]:
             init(self, *args, **kwargs)
         except ValueError as error:
             params = [param for group in vars(self).get("param_groups", ()) for param in group["params"]]
-            are_shards = any(map(is_flattened, params)) if params else bool(claimed_units())
+            are_shards = any(map(is_flattened, params)) if params else bool(live_units())
             if are_shards and _OF_2D_PARAMS.search(str(error)) and "WholeParameters" not in str(error):
                 error.args = (
                     f"{error.args[0]}\n(A rank has a 1-D part of each parameter of a FullyShardedDataParallel: "

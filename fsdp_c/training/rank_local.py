@@ -23,7 +23,7 @@ from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding.common import place_of
 from fsdp_c.sharding.construction import is_flattened
 from fsdp_c.sharding.holders import group_of_model, ranks_of
-from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units, root_units
+from fsdp_c.sharding.sharded_module import ShardedModule, live_units, root_units
 from fsdp_c.training import grad_clipping
 
 torchs_get_total_norm = utils.get_total_norm
@@ -125,7 +125,7 @@ def _sharded_units(optimizer: torch.optim.Optimizer) -> list[ShardedModule]:
     held = set(map(id, params))
     return [
         unit
-        for unit in claimed_units()
+        for unit in live_units()
         if (handle := unit._handle) is not None
         and grad_clipping.needs_ranks(handle)
         and not held.isdisjoint(map(id, handle.script_params))
@@ -165,7 +165,7 @@ def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _explain_unused(error: RuntimeError, inputs: set[int]) -> None:
-    for handle in (unit._handle for unit in claimed_units() if unit._handle is not None):
+    for handle in (unit._handle for unit in live_units() if unit._handle is not None):
         names = handle.flat_param._fqns if handle.flat_param._params else ["_flat_param"]
         pairs = zip(names, handle.script_params, strict=True)
         if found := [name for name, param in pairs if id(param) in inputs]:

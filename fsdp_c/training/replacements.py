@@ -60,15 +60,15 @@ def get_total_norm(
     return rank_local.total_norm(tensors, norm_type, error_if_nonfinite, foreach)
 
 
-def put() -> None:
-    _put(get_total_norm, rank_local.unscale_grads_, rank_local.run_backward)
+def apply() -> None:
+    _set(get_total_norm, rank_local.unscale_grads_, rank_local.run_backward)
 
 
-def take_away() -> None:
-    _put(rank_local.torchs_get_total_norm, rank_local.torchs_unscale_grads_, rank_local.torchs_run_backward)
+def revert() -> None:
+    _set(rank_local.torchs_get_total_norm, rank_local.torchs_unscale_grads_, rank_local.torchs_run_backward)
 
 
-def _put(total_norm: Any, unscale_grads: Any, run_backward: Any) -> None:
+def _set(total_norm: Any, unscale_grads: Any, run_backward: Any) -> None:
     for module in (utils, clip_grad):
         for name in ("get_total_norm", "_get_total_norm"):
             if vars(module).get(name) in (rank_local.torchs_get_total_norm, get_total_norm):
