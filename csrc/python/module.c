@@ -39,7 +39,7 @@ static PyObject *replace(PyObject *self, PyObject *args) {
     PyObject *function;
     if (!PyArg_ParseTuple(args, "sO", &name, &function))
         return NULL;
-    return none_or_error(operations_replace(&operations, name, function));
+    return none_or_error(operations_replace(name, function));
 }
 
 static PyObject *bind_callbacks(PyObject *self, PyObject *args, PyObject *kwargs) {
@@ -213,7 +213,6 @@ static int module_exec(PyObject *module) {
     if (torch_abi_init() < 0 || torch_names_init() < 0 || tensor_init() < 0 || ops_init() < 0 ||
         data_guard_init_flags() < 0)
         return -1;
-    operations_init(&operations);
     if (handle_ops_init() < 0 || collective_init() < 0 || node_init() < 0)
         return -1;
     return add_types(module) < 0 || add_phases(module) < 0 ? -1 : add_constants(module);

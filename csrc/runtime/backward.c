@@ -179,7 +179,7 @@ static int accumulate_unsharded(struct unit *part) {
 static int post_backward_without_gradient(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (!unit->sync_gradients || !handle->param.sharded || handle->grads.saved_shard)
-        return unit->runtime->operations->post_backward_reshard(unit);
+        return operations_post_backward_reshard(unit);
     return unit_error(
         PyExc_AssertionError, handle->param.layout.rank, unit->name,
         "a hook of the flat parameter has set .grad to None before the reduction, which the other ranks are "
@@ -207,12 +207,12 @@ static int post_backward(struct unit *unit) {
         if (optional_check_backward(unit) < 0)
             return -1;
         if (unit->sync_gradients) /* the enclosing unit reduces it */
-            return runtime->operations->post_backward_reshard(unit);
+            return operations_post_backward_reshard(unit);
     } else if (!has_received(unit)) {
         return post_backward_without_gradient(unit);
     }
     if ((unit->sync_gradients && runtime_finish_reduction(runtime) < 0) ||
-        runtime->operations->post_backward_reshard(unit) < 0)
+        operations_post_backward_reshard(unit) < 0)
         return -1;
     FOR_EACH_FLAT_PARAM(part, unit) {
         int reduced = unit->sync_gradients ? needs_reduction(part) : 0;
@@ -286,7 +286,7 @@ int unit_reshard_only(void *target) {
     TRACE(TRACED_POST_BACKWARD_RESHARD_ONLY, unit->name_index);
     if (unit_set_training_state(unit, USE_BACKWARD_POST) < 0)
         return -1;
-    return unit->runtime->operations->post_backward_reshard(unit);
+    return operations_post_backward_reshard(unit);
 }
 
 /* ---- the end of a backward ---- */

@@ -250,7 +250,7 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
             return -1;
     }
     if (unit_unshard_for_forward(unit) < 0 || convert_inputs(unit, args, kwargs) < 0 ||
-        unit->runtime->operations->register_post_backward_hook(unit) < 0)
+        operations_register_post_backward_hook(unit) < 0)
         return -1;
     if (!unit->handle)
         return 0;
@@ -272,8 +272,7 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
 static int post_forward(struct unit *unit, PyObject **output) {
     TRACE(TRACED_POST_FORWARD, unit->name_index);
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
-    if (unit->runtime->operations->register_pre_backward_hooks(unit, output) < 0 ||
-        unit_reshard_after_forward(unit) < 0)
+    if (operations_register_pre_backward_hooks(unit, output) < 0 || unit_reshard_after_forward(unit) < 0)
         return -1;
     return unit_set_phase(unit, PHASE_IDLE);
 }

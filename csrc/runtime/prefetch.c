@@ -10,68 +10,28 @@ static bool can_prefetch(const struct unit *unit) {
     return !unit->unsharded.prefetched && unit->handle->storage.param_state == PARAM_SHARDED;
 }
 
-static struct unit *next_forward(const struct unit *unit) {
+struct unit *unit_next_to_prefetch(const struct unit *unit, enum training_state state) {
     const struct order *order = &unit->runtime->order;
-    for (int64_t distance = 1; unit->options.forward_prefetch && distance <= order->forward_prefetch_limit;
-         distance++) {
-        int64_t next = order_after(order, &unit->place, distance);
-        if (next < 0)
-            return NULL;
-        if (can_prefetch(unit->runtime->units[next]))
-            return unit->runtime->units[next];
-    }
-    return NULL;
-}
-
-static struct unit *next_backward(const struct unit *unit) {
-    const struct order *order = &unit->runtime->order;
-    for (int64_t distance = 1; distance <= order->backward_prefetch_limit; distance++) {
-        int64_t next = order_before(order, &unit->place, distance);
+    bool in_forward = state == USE_FORWARD;
+    enum backward_prefetch policy = state == USE_BACKWARD_PRE    ? PREFETCH_BACKWARD_PRE
+                                    : state == USE_BACKWARD_POST ? PREFETCH_BACKWARD_POST
+                                                                 : PREFETCH_NONE;
+    bool enabled = in_forward ? unit->options.forward_prefetch
+                              : policy && unit->options.backward_prefetch == (int)policy;
+    int64_t limit = in_forward ? order->forward_prefetch_limit : order->backward_prefetch_limit;
+    for (int64_t distance = 1; enabled && distance <= limit; distance++) {
+        int64_t next = in_forward ? order_after(order, &unit->place, distance)
+                                  : order_before(order, &unit->place, distance);
         if (next < 0)
             return NULL;
         struct unit *candidate = unit->runtime->units[next];
-        if (candidate->needs_pre_backward_unshard && can_prefetch(candidate))
+        if ((in_forward || candidate->needs_pre_backward_unshard) && can_prefetch(candidate))
             return candidate;
     }
     return NULL;
 }
 
-struct unit *unit_next_to_prefetch(const struct unit *unit, enum training_state state) {
-    if (state == USE_FORWARD)
-        return next_forward(unit);
-    if (state == USE_BACKWARD_PRE && unit->options.backward_prefetch == PREFETCH_BACKWARD_PRE)
-        return next_backward(unit);
-    if (state == USE_BACKWARD_POST && unit->options.backward_prefetch == PREFETCH_BACKWARD_POST)
-        return next_backward(unit);
-    return NULL;
-}
-
-/* ---- prefetch ---- */
-
-void unit_set_prefetched(struct unit *unit, bool prefetched) {
-    FOR_EACH_FLAT_PARAM(part, unit)
-        part->unsharded.prefetched = prefetched;
-}
-
-int unit_prefetch(struct unit *candidate, enum training_state state) {
-    if (!can_prefetch(candidate))
-        return 0;
-    bool in_forward = state == USE_FORWARD;
-    int chosen = in_forward ? unit_precision_for_forward(candidate) : unit_precision_for_backward(candidate);
-    if (chosen < 0 || unit_unshard(candidate) < 0)
-        return -1;
-    unit_set_prefetched(candidate, true);
-    return 0;
-}
-
-int unit_prefetch_in_order(struct unit *unit, enum training_state state) {
-    for (struct unit *next; (next = unit_next_to_prefetch(unit, state)) != NULL;)
-        if (unit_prefetch(next, state) < 0)
-            return -1;
-    return 0;
-}
-
-/* Call the replacement of _get_handle_to_prefetch. *chosen is NULL if it returns None. */
+/* Call the replacement of _get_handle_to_prefetch. *chosen is NULL if it returns None. Return 0 or -1. */
 static int choose(struct unit *unit, struct unit **chosen) {
     const struct runtime *runtime = unit->runtime;
     OWNED *handle =
@@ -88,19 +48,11 @@ static int choose(struct unit *unit, struct unit **chosen) {
                       handle);
 }
 
-int unit_prefetch_chosen(struct unit *unit, enum training_state state) {
-    const struct order *order = &unit->runtime->order;
-    int64_t limit = state == USE_FORWARD ? order->forward_prefetch_limit : order->backward_prefetch_limit;
-    for (int64_t i = 0; i < limit; i++) {
-        struct unit *chosen;
-        if (choose(unit, &chosen) < 0)
-            return -1;
-        if (!chosen)
-            return 0;
-        if (unit_prefetch(chosen, state) < 0)
-            return -1;
-    }
-    return 0;
+/* ---- prefetch ---- */
+
+void unit_set_prefetched(struct unit *unit, bool prefetched) {
+    FOR_EACH_FLAT_PARAM(part, unit)
+        part->unsharded.prefetched = prefetched;
 }
 
 int unit_prefetch_next(struct unit *unit, enum training_state state) {
@@ -108,7 +60,25 @@ int unit_prefetch_next(struct unit *unit, enum training_state state) {
                                                   [USE_BACKWARD_PRE] = TRACED_PRE_BACKWARD_PREFETCH,
                                                   [USE_BACKWARD_POST] = TRACED_POST_BACKWARD_PREFETCH};
     TRACE(parts[state], unit->name_index);
-    return unit->runtime->operations->prefetch(unit, state);
+    const struct order *order = &unit->runtime->order;
+    bool in_forward = state == USE_FORWARD;
+    int64_t limit = in_forward ? order->forward_prefetch_limit : order->backward_prefetch_limit;
+    for (int64_t i = 0; i < limit; i++) {
+        struct unit *next;
+        if (!operations_replaced[REPLACEABLE_GET_HANDLE_TO_PREFETCH])
+            next = unit_next_to_prefetch(unit, state);
+        else if (choose(unit, &next) < 0)
+            return -1;
+        if (!next)
+            return 0;
+        if (!can_prefetch(next))
+            continue;
+        if ((in_forward ? unit_precision_for_forward(next) : unit_precision_for_backward(next)) < 0 ||
+            unit_unshard(next) < 0)
+            return -1;
+        unit_set_prefetched(next, true);
+    }
+    return 0;
 }
 
 int unit_prefetch_by_user(struct unit *unit) {
@@ -190,23 +160,17 @@ static struct unit *next_largest(const struct runtime *runtime, struct unit *pre
     return largest;
 }
 
-/* Call `visit` for each flat parameter whose storage is held at the same time. Return 0 or -1. */
-static int for_each_held(const struct runtime *runtime, int (*visit)(struct unit *, void *), void *arg) {
-    FOR_EACH_UNIT(unit, runtime) {
-        if (needs_storage(unit) && stays_unsharded(unit) && visit(unit, arg) < 0)
-            return -1;
-    }
+/* Collect the flat parameters whose storage is held at the same time in `held`. Return their number. */
+static int64_t collect_held(const struct runtime *runtime, struct unit **held) {
+    int64_t count = 0;
+    FOR_EACH_UNIT(unit, runtime)
+        if (needs_storage(unit) && stays_unsharded(unit))
+            held[count++] = unit;
     struct unit *unit = NULL;
     for (int64_t i = max_units_unsharded(runtime); i > 0 && (unit = next_largest(runtime, unit)); i--)
         FOR_EACH_FLAT_PARAM(part, unit)
-            if (visit(part, arg) < 0)
-                return -1;
-    return 0;
-}
-
-static int add_nbytes(struct unit *part, void *nbytes) {
-    *(int64_t *)nbytes += pool_block_nbytes(part->handle->storage.copy->full.nbytes);
-    return 0;
+            held[count++] = part;
+    return count;
 }
 
 /* Return the input size of a backward's last reduction, which reuses all of the pool: usually the root's,
@@ -228,33 +192,24 @@ static int64_t last_input_nbytes(const struct runtime *runtime) {
     return most;
 }
 
-struct reservation {
-    const struct pool *pool;
-    bool cuts_piece;
-};
-
-static int reserve_flat_param(struct unit *part, void *arg) {
-    struct storage *storage = &part->handle->storage;
-    struct reservation *reservation = arg;
-    if (storage->param_state == PARAM_SHARDED && storage_alloc_unsharded(storage) < 0)
-        return unit_explain_failure(part, TRACED_FORWARD_GATHER, false);
-    reservation->cuts_piece =
-        reservation->cuts_piece || pool_arena_contains(reservation->pool, storage->copy->full.view.data);
-    return 0;
-}
-
-/* Allocate and free the storage of each unit once. Return 1 if the block provides any of it, 0 if not, -1
- * with an exception. */
-static int reserve_storages(struct runtime *runtime) {
-    struct reservation reservation = {.pool = &runtime->schedule.pool};
-    int result = for_each_held(runtime, reserve_flat_param, &reservation);
+/* Allocate and free the storage of each held flat parameter once. Return 1 if the pool's block provides any of
+ * it, 0 if not, -1 with an exception. */
+static int reserve_storages(struct runtime *runtime, struct unit **held, int64_t count) {
+    int uses_arena = 0;
+    for (int64_t i = 0; uses_arena >= 0 && i < count; i++) {
+        struct storage *storage = &held[i]->handle->storage;
+        if (storage->param_state == PARAM_SHARDED && storage_alloc_unsharded(storage) < 0)
+            uses_arena = unit_explain_failure(held[i], TRACED_FORWARD_GATHER, false);
+        else if (pool_arena_contains(&runtime->schedule.pool, storage->copy->full.view.data))
+            uses_arena = 1;
+    }
     PyObject *error = PyErr_GetRaisedException();
     FOR_EACH_UNIT(unit, runtime)
         if (unit->handle && storage_release_reserved(&unit->handle->storage) < 0)
-            result = -1;
+            uses_arena = -1;
     if (error)
         PyErr_SetRaisedException(error);
-    return result < 0 ? -1 : reservation.cuts_piece;
+    return uses_arena;
 }
 
 /* Runs on the stream of the all-gathers, which owns the memory. */
@@ -264,15 +219,25 @@ int runtime_reserve(struct runtime *runtime) {
     if (pool->reserved || !streams_are_real(streams))
         return 0;
     pool->reserved = true;
-    if (stream_enter(streams, STREAM_UNSHARD) < 0)
+    struct unit **held = PyMem_Calloc((size_t)runtime->num_units + 1, sizeof *held);
+    if (!held) {
+        PyErr_NoMemory();
         return -1;
-    int64_t held = 0, input = last_input_nbytes(runtime);
-    if (input >= 0)
-        for_each_held(runtime, add_nbytes, &held);
-    int64_t nbytes = pool_arena_nbytes(held && input > held ? input : held);
-    int cuts_piece = input < 0 || pool_alloc_arena(pool, nbytes) < 0 ? -1 : reserve_storages(runtime);
-    /* torch cannot split the block: free it, and give each storage a block of its own */
-    if (cuts_piece == 0 && pool->arena_nbytes && (pool_recreate(pool) < 0 || reserve_storages(runtime) < 0))
-        cuts_piece = -1;
-    return stream_leave(streams) < 0 || cuts_piece < 0 ? -1 : 0;
+    }
+    int result = stream_enter(streams, STREAM_UNSHARD);
+    if (!result) {
+        int64_t nbytes = 0, count = collect_held(runtime, held), input = last_input_nbytes(runtime);
+        for (int64_t i = 0; i < count; i++)
+            nbytes += pool_block_nbytes(held[i]->handle->storage.copy->full.nbytes);
+        nbytes = pool_arena_nbytes(nbytes && input > nbytes ? input : nbytes);
+        int uses_arena =
+            input < 0 || pool_alloc_arena(pool, nbytes) < 0 ? -1 : reserve_storages(runtime, held, count);
+        /* torch cannot split the block: free it, and give each storage a block of its own */
+        if (uses_arena == 0 && pool->arena_nbytes &&
+            (pool_recreate(pool) < 0 || reserve_storages(runtime, held, count) < 0))
+            uses_arena = -1;
+        result = stream_leave(streams) < 0 || uses_arena < 0 ? -1 : 0;
+    }
+    PyMem_Free(held);
+    return result;
 }

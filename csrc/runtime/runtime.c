@@ -2,7 +2,6 @@
 #include "runtime/runtime.h"
 
 #include "runtime/callbacks.h"
-#include "runtime/operations.h"
 #include "torch/py_torch.h"
 
 #include "base/check.h"
@@ -12,7 +11,6 @@
 int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objects, struct unit **units) {
     size_t count = (size_t)PyTuple_Size(unit_objects);
     runtime->object = object;
-    runtime->operations = &operations;
     runtime->unit_objects = Py_NewRef(unit_objects);
     runtime->units = PyMem_Calloc(count + 1, sizeof *runtime->units);
     if (!runtime->units) {
@@ -230,7 +228,6 @@ void runtime_check(const struct runtime *runtime) {
     order_check(&runtime->order);
     INVARIANT(runtime->order.num_post == 0);
     schedule_check(&runtime->schedule);
-    operations_check(&operations);
     INVARIANT(schedule_is_flushed(&runtime->schedule));
     FOR_EACH_UNIT(unit, runtime) {
         const struct handle *handle = unit->handle;

@@ -23,8 +23,6 @@
 #include "runtime/schedule.h"
 #include "runtime/unit.h"
 
-struct operations;
-
 /* Leaves that a backward reaches: all of them, or only the inputs of backward(inputs=...). */
 enum backward_reach { REACH_UNKNOWN, REACH_ALL, REACH_INPUTS_ONLY };
 
@@ -33,7 +31,6 @@ struct runtime {
     PyObject *unit_objects; /* owned; tuple */
     struct unit **units;    /* owned array of borrowed pointers; units[0] is the root */
     int64_t num_units;
-    const struct operations *operations; /* borrowed */
     struct order order;
     bool callback_queued;
     int64_t num_forwards; /* number of outermost forwards so far, without those inside a backward */

@@ -176,7 +176,7 @@ int unit_receive_inputs_only(struct unit *part);
 int unit_unshard(struct unit *unit);
 int unit_wait_unshard(struct unit *unit); /* make COMPUTE wait for the all-gathers */
 int unit_unshard_and_wait(struct unit *unit);
-int unit_unshard_part(struct unit *part);               /* default of operations.unshard, after the limiter */
+int unit_unshard_part(struct unit *part);               /* enqueue one all-gather, after the limiter */
 int unit_reshard(struct unit *part, bool free_storage); /* reshard one flat parameter */
 /* Select the unit's precision after the wrapped module's mode, under FSDP_USE_FULL_PREC_IN_EVAL. */
 int unit_precision_for_forward(struct unit *unit);
@@ -199,13 +199,8 @@ bool unit_ends_with_backward(const struct unit *unit);
 /* Return the unit to prefetch while `unit` is in `state`, or NULL. */
 struct unit *unit_next_to_prefetch(const struct unit *unit, enum training_state state);
 void unit_set_prefetched(struct unit *unit, bool prefetched);
-int unit_prefetch(struct unit *candidate, enum training_state state); /* no-op if unsharded or prefetched */
-/* Prefetch through the table of operations. */
+/* Prefetch the next units in the order, or those that a replacement of _get_handle_to_prefetch returns. */
 int unit_prefetch_next(struct unit *unit, enum training_state state);
-/* Default of operations.prefetch. */
-int unit_prefetch_in_order(struct unit *unit, enum training_state state);
-/* Units chosen by a replacement of _get_handle_to_prefetch. */
-int unit_prefetch_chosen(struct unit *unit, enum training_state state);
 /* Unshard at a user's request, and expose the views. */
 int unit_prefetch_by_user(struct unit *unit);
 

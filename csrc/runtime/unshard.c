@@ -16,13 +16,9 @@ static int explain(struct unit *part, bool enqueued) {
     return unit_explain_failure(part, traced_unshard(part), enqueued);
 }
 
-static bool unshard_is_replaced(const struct unit *part) {
-    return part->runtime->operations->replaced[REPLACEABLE_UNSHARD];
-}
-
 /* Return true if the shard is the unsharded parameter: nothing is enqueued. */
 static bool is_local(const struct unit *part) {
-    return part->handle->storage.copy->is_local && !unshard_is_replaced(part);
+    return part->handle->storage.copy->is_local && !operations_replaced[REPLACEABLE_UNSHARD];
 }
 
 /* Write back user edits on the current stream: the edited tensors were allocated on it. All-gathers wait for
@@ -31,7 +27,7 @@ static int pre_unshard(struct unit *part) {
     bool stepping = part->stepping;
     if (unit_wait_step(part) < 0)
         return -1;
-    if (unshard_is_replaced(part))
+    if (operations_replaced[REPLACEABLE_UNSHARD])
         return 0; /* a replaced `_unshard` does its own writeback */
     if (handle_pre_unshard(part->handle) < 0)
         return -1;
@@ -72,7 +68,7 @@ static int begin_unshard(struct unit *part) {
 /* Coalesce on a GPU only, where it saves launches. A replaced _unshard is called per flat parameter. */
 static bool can_coalesce(struct unit *unit) {
     if (!unit->next_segment || !streams_are_real(&unit->runtime->schedule.streams) ||
-        unit->runtime->operations->unshard != unit_unshard_part)
+        operations_replaced[REPLACEABLE_UNSHARD])
         return false;
     FOR_EACH_FLAT_PARAM(part, unit)
         if (!part->handle->param.sharded || part->handle->storage.param_state != PARAM_SHARDED)
@@ -134,8 +130,7 @@ int unit_unshard(struct unit *unit) {
             if (result < 0)
                 storage_abandon_unshard(&handle->storage);
             else /* the event of the last all-gather covers all flat parameters */
-                result = schedule_end_unshard(schedule, &unit->unsharded.mark,
-                                              unit->runtime->operations->unshard(part));
+                result = schedule_end_unshard(schedule, &unit->unsharded.mark, operations_unshard(part));
             if (result < 0)
                 return explain(part, false);
         }
@@ -164,15 +159,13 @@ int unit_unshard_and_wait(struct unit *unit) {
 }
 
 int unit_reshard(struct unit *part, bool free_storage) {
-    const struct operations *table = part->runtime->operations;
     struct schedule *schedule = &part->runtime->schedule;
     struct storage *storage = &part->handle->storage;
     bool frees = storage->param_state != PARAM_SHARDED && free_storage && !part->leader && !is_local(part);
     if (wait_unshard_part(part) < 0) /* prefetched, but not used */
         return -1;
     /* A replaced `_reshard` may have freed the storage: storage_reshard() is idempotent. */
-    if ((table->reshard && table->reshard(part, free_storage) < 0) ||
-        storage_reshard(storage, free_storage) < 0)
+    if (operations_reshard(part, free_storage) < 0 || storage_reshard(storage, free_storage) < 0)
         return -1;
     if (frees)
         limiter_add_free(&schedule->limiter, &schedule->streams, schedule->unsharded.last_use);

@@ -35,7 +35,7 @@ static bool log_is(const char *expected) {
 }
 
 /* Stand-in for the all-gather. */
-static int log_unshard(struct unit *unit) {
+int operations_unshard(struct unit *unit) {
     log_call("unshard", unit);
     unit->handle->storage.param_state = PARAM_UNSHARDED;
     return 0;
@@ -77,17 +77,19 @@ int schedule_flush(struct schedule *schedule) {
     return schedule_release_deferred(schedule);
 }
 
-const struct operations operations_default = {.unshard = log_unshard,
-                                              .prefetch = unit_prefetch_in_order,
-                                              .post_backward_reshard = unit_post_backward_reshard};
+int operations_post_backward_reshard(struct unit *unit) {
+    return unit_post_backward_reshard(unit);
+}
 
 /* ---- stand-ins without influence on the policy ---- */
 
 PyObject *PyExc_RuntimeError;
+PyObject *PyExc_TypeError;
 struct progress progress;
 struct callbacks callbacks;
 struct torch_names torch_names;
 PyObject _Py_NoneStruct;
+PyObject *operations_replaced[REPLACEABLES];
 
 int unit_error(PyObject *type, int64_t rank, PyObject *unit, const char *format, ...) {
     (void)type;
@@ -136,6 +138,7 @@ ANSWERS(NULL, PyObject *, profile_begin, const char *name)
 ANSWERS(NULL, PyObject *, profile_begin_inner, const char *name)
 ANSWERS(true, bool, torch_grad_enabled, void)
 ANSWERS(0, int, torch_keeps_graph, void)
+ANSWERS(0, int, operations_reshard, struct unit *part, bool free_storage)
 ANSWERS(0, int, param_views_expose_views, struct param_views *param_views, PyObject *views)
 ANSWERS(0, int, param_views_expose_sharded, struct param_views *param_views, PyObject *shard, PyObject *views)
 ANSWERS(0, int, writeback_check_views, struct handle *handle)
@@ -152,6 +155,8 @@ DOES_NOTHING(limiter_add_free, struct limiter *limiter, struct streams *streams,
 
 /* ---- functions that are linked and never called ---- */
 
+ENDS(PyObject *, operations_call, struct unit *unit, enum replaceable which, PyObject *a, PyObject *b,
+     PyObject *c)
 ENDS(int, limiter_wait, struct limiter *limiter, struct streams *streams)
 ENDS(int, schedule_wait_reduced, struct schedule *schedule)
 ENDS(int, schedule_begin_pre_unshard, struct schedule *schedule)
@@ -189,7 +194,7 @@ static void build(enum sharding_strategy strategy, enum backward_prefetch backwa
                   bool forward_prefetch) {
     order_fini(&runtime.order);
     memset(handles, 0, sizeof handles);
-    runtime = (struct runtime){.units = pointers, .num_units = UNITS, .operations = &operations_default};
+    runtime = (struct runtime){.units = pointers, .num_units = UNITS};
     CHECK_EQUAL(order_init(&runtime.order, UNITS), 0);
     for (int i = 0; i < UNITS; i++) {
         handles[i].param.strategy = strategy;
