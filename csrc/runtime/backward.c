@@ -32,18 +32,6 @@ static int begin_nesting(struct unit *unit) {
     return nesting->graph_task == -2 || will_run < 0 ? -1 : 0;
 }
 
-/* Return 1 if the anchor's hook runs again in this backward, 0 if not, -1 with an exception. Called in that
- * hook. */
-static int expects_more_gradients(struct unit *unit) {
-    struct unit_nesting *nesting = &unit->nesting;
-    int64_t current = unit->ran_pre_backward ? torch_graph_task() : nesting->graph_task;
-    if (current == -2)
-        return -1;
-    nesting->nested = nesting->nested || current != nesting->graph_task;
-    nesting->can_nest = nesting->nested;
-    return current != nesting->graph_task && nesting->anchor_will_run;
-}
-
 /* ---- flat parameters in the graph ---- */
 
 /* [Note: flat parameters in the graph]
@@ -145,7 +133,7 @@ int unit_pre_backward(void *target) {
             runtime_schedule_recovery(unit->runtime);
     }
     unit->ran_pre_backward = true;
-    no_gradient_mark_reached(unit);
+    unit->had_gradient = true;
     return 0;
 }
 
@@ -158,32 +146,10 @@ static bool has_received(struct unit *unit) {
     return false;
 }
 
-/* Return 1 if this flat parameter is reduced, 0 if not, -1 with an exception. All trainable segments are
- * reduced: another rank may have received gradients where this one has none. */
-static int needs_reduction(struct unit *part) {
-    if (!unit_of_part(part)->next_segment)
-        return 1;
-    if (part->runtime->reach == REACH_INPUTS_ONLY)
-        return part->inputs_only;
-    int trains = flat_param_is_trainable(&part->handle->param);
-    return trains == 0 && grads_have_received(&part->handle->grads) ? 1 : trains;
-}
-
 static int accumulate_unsharded(struct unit *part) {
     if (grads_accumulate_unsharded(&part->handle->grads) < 0)
         return unit_explain_failure(part, TRACED_SUM, false);
     return 0;
-}
-
-/* Reshard without a reduction: a user hook on the flat parameter has set `.grad` to None. */
-static int post_backward_without_gradient(struct unit *unit) {
-    struct handle *handle = unit->handle;
-    if (!unit->sync_gradients || !handle->param.sharded || handle->grads.saved_shard)
-        return operations_post_backward_reshard(unit);
-    return unit_error(
-        PyExc_AssertionError, handle->param.layout.rank, unit->name,
-        "a hook of the flat parameter has set .grad to None before the reduction, which the other ranks are "
-        "waiting for. Zero the gradient instead, or clear it after backward().");
 }
 
 /* Return true if `.grad` must be final before the end of the backward: DistributedDataParallel reads it
@@ -208,18 +174,32 @@ static int post_backward(struct unit *unit) {
             return -1;
         if (unit->sync_gradients) /* the enclosing unit reduces it */
             return operations_post_backward_reshard(unit);
-    } else if (!has_received(unit)) {
-        return post_backward_without_gradient(unit);
+    } else if (!has_received(unit)) { /* a user hook on the flat parameter has set `.grad` to None */
+        const struct handle *handle = unit->handle;
+        if (unit->sync_gradients && handle->param.sharded && !handle->grads.saved_shard)
+            return unit_error(
+                PyExc_AssertionError, handle->param.layout.rank, unit->name,
+                "a hook of the flat parameter has set .grad to None before the reduction, which the other "
+                "ranks are waiting for. Zero the gradient instead, or clear it after backward().");
+        return operations_post_backward_reshard(unit);
     }
     if ((unit->sync_gradients && runtime_finish_reduction(runtime) < 0) ||
         operations_post_backward_reshard(unit) < 0)
         return -1;
     FOR_EACH_FLAT_PARAM(part, unit) {
-        int reduced = unit->sync_gradients ? needs_reduction(part) : 0;
+        bool received = grads_have_received(&part->handle->grads);
+        if (!unit->sync_gradients) {
+            if (received && accumulate_unsharded(part) < 0)
+                return -1;
+            continue;
+        }
+        /* reduce all trainable segments: another rank may have received gradients where this one has none */
+        int reduced = 1;
+        if (unit->next_segment)
+            reduced = runtime->reach == REACH_INPUTS_ONLY ? part->inputs_only
+                      : received                          ? 1
+                                                          : flat_param_is_trainable(&part->handle->param);
         if (reduced < 0 || (reduced && runtime_reduce_part(part) < 0))
-            return -1;
-        if (!unit->sync_gradients && grads_have_received(&part->handle->grads) &&
-            accumulate_unsharded(part) < 0)
             return -1;
     }
     if (unit->optional.enclosing || !is_exposed_at_once(unit))
@@ -242,12 +222,16 @@ static int post_backward_with_gradients(struct unit *unit) {
     if (param->verbose && param->use_orig_params && module &&
         callbacks_call(callbacks.log_post_backward, module, NULL) < 0)
         return -1;
-    int more = expects_more_gradients(unit);
-    if (more < 0)
+    struct unit_nesting *nesting = &unit->nesting;
+    int64_t current = unit->ran_pre_backward ? torch_graph_task() : nesting->graph_task;
+    if (current == -2)
         return -1;
-    if (!more)
+    nesting->nested = nesting->nested || current != nesting->graph_task;
+    nesting->can_nest = nesting->nested;
+    if (current == nesting->graph_task || !nesting->anchor_will_run)
         return unit->optional.reached && optional_reduce(unit) < 0 ? -1 : post_backward(unit);
-    /* The outer backward delivers the other gradients, and reads the parameters until then. */
+    /* The anchor's hook runs again in the outer backward, which delivers the other gradients and reads the
+     * parameters until then. */
     FOR_EACH_FLAT_PARAM(part, unit) {
         struct grads *grads = &part->handle->grads;
         if (grads_have_received(grads) &&
@@ -267,7 +251,7 @@ int unit_post_backward(void *target) {
     if (stream_follow(&unit->runtime->schedule.streams) < 0)
         return -1;
     if (unit->handle && has_received(unit)) {
-        no_gradient_mark_reached(unit);
+        unit->had_gradient = true;
         bool enabled = torch_grad_enabled();
         TRACE(TRACED_POST_BACKWARD, unit->name_index);
         torch_set_grad_enabled(false);
@@ -375,12 +359,12 @@ int runtime_final_callback(void *target) {
         if (runtime_record_kept(runtime) < 0)
             return -1;
         order_next_iteration(&runtime->order);
-        trace_end_step();
+        progress_end_step();
     }
     runtime->callback_queued = false;
     if (!runtime->num_in_forward)
         CHECKED(runtime_check(runtime));
-    no_gradient_mark_backward_end(runtime);
+    runtime->ended_backward = true;
     if (!ends_step || !runtime->checks_next_backward)
         return 0;
     OWNED *module = unit_module(runtime->units[0]);

@@ -182,8 +182,13 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output) {
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
     if (!torch_grad_enabled())
         return 0;
-    if (no_gradient_expect(unit) < 0)
-        return -1;
+    if (unit->handle && unit->runtime && unit->node.views_attached && !unit->had_gradient &&
+        !unit->runtime->warned_no_gradient && !unit->optional.enclosing) {
+        int training = unit_is_training(unit);
+        unit->expects_gradient = training > 0;
+        if (training < 0)
+            return -1;
+    }
     PyObject *hook = hook_new(unit_pre_backward, unit, unit->object);
     int result = hook ? hook_outputs(*output, hook, &hooked) : -1;
     unit->backward_hook = hook;
@@ -211,7 +216,7 @@ int unit_unshard_for_forward(struct unit *unit) {
     if (runtime_begin_step_alone(runtime) < 0 || unit_reshard_stale(unit) < 0 ||
         unit_unshard_and_wait(unit) < 0)
         return -1;
-    unit_mark_used(unit);
+    unit->unsharded.for_forward = runtime->num_forwards;
     if (optional_begin_forward(unit) < 0)
         return -1;
     unit_set_prefetched(unit, false);

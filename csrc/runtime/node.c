@@ -1,4 +1,12 @@
-/* Autograd function of a unit. See [Note: one node per unit] in node.h. */
+/* Autograd node of a unit.
+ *
+ * [Note: one node per unit] Each forward applies one autograd function to `anchor`, an empty leaf. The
+ * function's outputs are the unit's cached views, so its backward receives the gradients of all of them at
+ * once. Autograd runs the anchor's accumulation node once per backward, after every contribution, although
+ * the function returns no gradient for the anchor. The post-backward is a hook on that node.
+ *
+ * Invariant: while `views_attached`, the views of each flat parameter that was trained in the last forward
+ * carry that forward's history. Views of other flat parameters carry none. */
 #include "runtime/callbacks.h"
 #include "runtime/runtime.h"
 #include "torch/py_torch.h"
@@ -92,27 +100,6 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
     return views;
 }
 
-/* Double backward through this node is not supported: raise an error instead of returning zeros. Grad mode is
- * on only under create_graph. */
-static int refuse_double_backward(struct unit *unit, PyObject *args) {
-    if (!torch_grad_enabled())
-        return 0;
-    for (Py_ssize_t i = 1; i < PyTuple_Size(args); i++) {
-        PyObject *grad = PyTuple_GetItem(args, i);
-        int requires_grad = grad == Py_None ? 0 : torch_requires_grad(grad);
-        if (requires_grad == 0)
-            continue;
-        if (requires_grad > 0)
-            PyErr_Format(PyExc_RuntimeError,
-                         "FSDP does not support gradients of gradients (rank %lld, unit %S): call backward() "
-                         "without create_graph=True. Gradients of inputs may be differentiated: compute them "
-                         "with torch.autograd.grad(..., inputs, create_graph=True).",
-                         (long long)unit->handle->param.layout.rank, unit->name);
-        return -1;
-    }
-    return 0;
-}
-
 /* `args`: one ignored value, then the gradients of the flat parameter's views. */
 static int receive_flat_param(struct unit *part, PyObject *args, bool *was_summed) {
     const struct flat_param *param = &part->handle->param;
@@ -170,28 +157,23 @@ static int route_flat_param_gradients(struct unit *part, PyObject *own, struct n
     return grad ? PyTuple_SetItem(call->input_grads, 2 + index, grad) : -1;
 }
 
-/* Route each flat parameter's slice of the gradients. */
-static int route_gradients(struct unit *unit, struct node_call *call) {
-    if (!unit->next_segment)
-        return route_flat_param_gradients(unit, call->args, call, 0);
-    OWNED *trained_flags = PyObject_GetAttr(call->context, torch_names.parts);
-    const char *trained = trained_flags ? PyBytes_AsString(trained_flags) : NULL;
-    Py_ssize_t begin = 0, index = -1;
-    FOR_EACH_FLAT_PARAM(part, trained ? unit : NULL) {
-        if (!trained[++index])
-            continue;
-        Py_ssize_t count = (Py_ssize_t)part->handle->param.num_params;
-        OWNED *own = PyTuple_GetSlice(call->args, begin, begin + 1 + count);
-        if (!own || route_flat_param_gradients(part, own, call, index) < 0)
-            return -1;
-        begin += count;
-    }
-    return trained ? 0 : -1;
-}
-
 static int receive_gradients(struct unit *unit, struct node_call *call) {
-    if (refuse_double_backward(unit, call->args) < 0)
+    PyObject *args = call->args;
+    /* Double backward through this node is not supported: raise an error instead of returning zeros. Grad mode
+     * is on only under create_graph. */
+    for (Py_ssize_t i = 1; torch_grad_enabled() && i < PyTuple_Size(args); i++) {
+        PyObject *grad = PyTuple_GetItem(args, i);
+        int requires_grad = grad == Py_None ? 0 : torch_requires_grad(grad);
+        if (requires_grad == 0)
+            continue;
+        if (requires_grad > 0)
+            PyErr_Format(PyExc_RuntimeError,
+                         "FSDP does not support gradients of gradients (rank %lld, unit %S): call backward() "
+                         "without create_graph=True. Gradients of inputs may be differentiated: compute them "
+                         "with torch.autograd.grad(..., inputs, create_graph=True).",
+                         (long long)unit->handle->param.layout.rank, unit->name);
         return -1;
+    }
     /* follow the stream of the gradients; the anchor's hook runs later */
     if (stream_follow(&unit->runtime->schedule.streams) < 0)
         return -1;
@@ -203,8 +185,27 @@ static int receive_gradients(struct unit *unit, struct node_call *call) {
     call->input_grads = reaches_all_leaves < 0 ? NULL : PyTuple_New(count);
     for (Py_ssize_t i = 0; call->input_grads && i < count; i++)
         PyTuple_SetItem(call->input_grads, i, Py_NewRef(Py_None));
-    if (!call->input_grads || route_gradients(unit, call) < 0)
+    if (!call->input_grads)
         return -1;
+    if (!unit->next_segment) {
+        if (route_flat_param_gradients(unit, args, call, 0) < 0)
+            return -1;
+    } else { /* each flat parameter has a slice of the gradients */
+        OWNED *trained_flags = PyObject_GetAttr(call->context, torch_names.parts);
+        const char *trained = trained_flags ? PyBytes_AsString(trained_flags) : NULL;
+        Py_ssize_t begin = 0, index = -1;
+        if (!trained)
+            return -1;
+        FOR_EACH_FLAT_PARAM(part, unit) {
+            if (!trained[++index])
+                continue;
+            Py_ssize_t num_params = (Py_ssize_t)part->handle->param.num_params;
+            OWNED *own = PyTuple_GetSlice(args, begin, begin + 1 + num_params);
+            if (!own || route_flat_param_gradients(part, own, call, index) < 0)
+                return -1;
+            begin += num_params;
+        }
+    }
     /* earlier gradients, perhaps of another stream, were added on this one */
     return call->was_summed ? stream_join_former(&unit->runtime->schedule.streams) : 0;
 }

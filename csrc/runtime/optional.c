@@ -1,6 +1,22 @@
-/* Optional units: see [Note: optional units] in optional.h. */
-#include "runtime/optional.h"
-
+/* Optional units: units that a rank need not run in a step, such as experts and encoders of modalities.
+ *
+ * [Note: optional units] All ranks must issue collectives in the same order, and no rank knows which optional
+ * units the others will run. The collectives of optional units are therefore tied to the enclosing unit,
+ * which every rank runs:
+ *
+ *   its pre-forward     unshard all of its optional units, in the order of modules            opens
+ *   its post-forward    reshard them, run or not                                              closes
+ *   its pre-backward    unshard them again; on a shared tensor its hook runs before theirs    opens
+ *   its post-backward   reduce their gradients before its own, zeros if there are none        closes
+ *                       (at the end of the backward if it has no gradients itself)
+ *
+ * While open, an optional unit may run any number of times in any order; it issues no collective, and stays
+ * unsharded. Nothing outside may depend on which of them ran or which parameters require a gradient on this
+ * rank. Units inside an optional unit are optional too. Optional units have no place in the order of units
+ * (order.h), and are neither prefetched nor validated.
+ *
+ * Invariants: an optional unit is in the list of its enclosing unit, which is not optional itself. Outside of
+ * a step no unit is `open` or `reached`. */
 #include "runtime/runtime.h"
 
 void optional_add(struct unit *unit, struct unit *enclosing) {
@@ -47,7 +63,7 @@ int optional_begin_forward(struct unit *enclosing) {
         if (unit_precision_for_forward(unit) < 0 || unit_reshard_stale(unit) < 0 ||
             unshard_optional(unit, TRACED_FORWARD_GATHER) < 0)
             return -1;
-        unit_mark_used(unit); /* also if the unit will not run */
+        unit->unsharded.for_forward = unit->runtime->num_forwards; /* also if the unit will not run */
     }
     return 0;
 }

@@ -74,28 +74,23 @@ static bool is_stale(const struct unit *unit) {
 
 /* ---- in a backward ---- */
 
-/* Return 1 if a later backward over this backward's graph reads the unsharded parameters, which it cannot
- * unshard itself; 0 if not, -1 with an exception. create_graph=True creates such a graph, retain_graph=True
- * keeps it. */
-static int is_saved_by_graph(struct unit *part) {
-    if (part->handle->storage.param_state == PARAM_SHARDED)
-        return 0;
-    if (part->runtime->create_graph)
-        return 1;
-    return unit_of_part(part)->unsharded.saved_by_graph ? torch_keeps_graph() : 0;
-}
-
 /* Reshard the flat parameter. Strategies that keep parameters unsharded also do so under no_sync, as in
  * FSDP1. */
 static int reshard_in_backward(struct unit *part) {
     struct unit *unit = unit_of_part(part);
-    int saved_by_graph = is_saved_by_graph(part);
+    bool unsharded = part->handle->storage.param_state != PARAM_SHARDED;
+    /* A later backward over this backward's graph may read the unsharded parameters, which it cannot unshard
+     * itself. create_graph=True creates such a graph, retain_graph=True keeps it. */
+    int saved_by_graph = 0;
+    if (unsharded && part->runtime->create_graph)
+        saved_by_graph = 1;
+    else if (unsharded && unit->unsharded.saved_by_graph)
+        saved_by_graph = torch_keeps_graph();
     bool keeps = !part->sync_gradients && flat_param_stays_unsharded(&part->handle->param);
     if (saved_by_graph < 0)
         return -1;
     unit->unsharded.saved_by_graph = saved_by_graph;
-    if (keeps && !unit->runtime->num_in_forward && part->handle->storage.param_state != PARAM_SHARDED &&
-        !is_stale(unit)) {
+    if (keeps && !unit->runtime->num_in_forward && unsharded && !is_stale(unit)) {
         unit->unsharded.for_forward = FOR_NEXT_FORWARD;
         unit->runtime->keeps_unsharded = true;
     }
@@ -112,7 +107,9 @@ int unit_post_backward_reshard(struct unit *unit) {
             return -1;
     if (unit_prefetch_next(unit, USE_BACKWARD_POST) < 0)
         return -1;
-    return schedule_release_deferred(&unit->runtime->schedule);
+    /* so that the next unshard can reuse the memory after its last use; a forward keeps one unit deferred, as the
+     * unshard would wait for the previous unit's forward */
+    return deferred_free_flush(&unit->runtime->schedule.unsharded);
 }
 
 bool unit_ends_with_backward(const struct unit *unit) {
@@ -174,7 +171,7 @@ int optional_end_backward(struct unit *enclosing) {
         FOR_EACH_FLAT_PARAM(part, unit)
             if (reshard_in_backward(part) < 0)
                 return -1;
-        if (schedule_release_deferred(&unit->runtime->schedule) < 0)
+        if (deferred_free_flush(&unit->runtime->schedule.unsharded) < 0)
             return -1;
     }
     return 0;
@@ -195,10 +192,6 @@ static int reshard_unused(struct unit *unit) {
 
 int unit_reshard_stale(struct unit *unit) {
     return is_stale(unit) && !unit->runtime->callback_queued ? reshard_unused(unit) : 0;
-}
-
-void unit_mark_used(struct unit *unit) {
-    unit->unsharded.for_forward = unit->runtime->num_forwards;
 }
 
 /* Reshard stale units to free memory. Skip units saved by a create_graph backward: nothing would unshard them

@@ -41,7 +41,7 @@ static void unbind_units(struct runtime *runtime) {
     if (schedule_begin_step(&runtime->schedule) < 0 || schedule_flush(&runtime->schedule) < 0)
         PyErr_WriteUnraisable(runtime->object);
     FOR_EACH_UNIT(unit, runtime) {
-        schedule_drop_mark(&runtime->schedule, &unit->unsharded.mark);
+        stream_event_destroy(&runtime->schedule.streams, &unit->unsharded.mark.gathered);
         if (unit->handle)
             storage_leave_root(&unit->handle->storage);
         unit_unbind(unit);
@@ -104,6 +104,27 @@ int runtime_collect_user_grads(struct runtime *runtime) {
     return 0;
 }
 
+/* Warn once about units whose trainable parameters never receive a gradient: those that have run in training
+ * mode, if a backward has ended since. The root's next forward warns, because another backward may reach the
+ * unit before that, as in a GAN. A unit that has had a gradient before is assumed to be skipped on purpose, as
+ * alternating heads are. Return 0 or -1. */
+static int warn_no_gradient(struct runtime *runtime) {
+    OWNED *names = NULL;
+    FOR_EACH_UNIT(unit, runtime) {
+        bool lacks_gradient = unit->expects_gradient && runtime->ended_backward && !unit->had_gradient;
+        unit->expects_gradient = false;
+        if (lacks_gradient && !runtime->warned_no_gradient &&
+            ((!names && !(names = PyList_New(0))) || PyList_Append(names, unit->handle->param.name) < 0))
+            return -1;
+    }
+    runtime->ended_backward = false;
+    OWNED *module = names ? unit_module(runtime->units[0]) : NULL;
+    if (!module)
+        return 0;
+    runtime->warned_no_gradient = true;
+    return callbacks_call(callbacks.warn_of_units_without_gradient, module, names);
+}
+
 int runtime_pre_forward(struct runtime *runtime) {
     struct unit *root = runtime->units[0];
     OWNED *module = unit_module(root);
@@ -114,7 +135,7 @@ int runtime_pre_forward(struct runtime *runtime) {
     if (runtime_check_state_dict_thread(runtime) < 0)
         return -1;
     runtime->grad_enabled = torch_grad_enabled();
-    if (record_ddp(runtime) < 0 || no_gradient_warn(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
+    if (record_ddp(runtime) < 0 || warn_no_gradient(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
         runtime_reshard_stale(runtime) < 0)
         return -1;
     if (schedule_begin_step(&runtime->schedule) < 0 || runtime_reserve(runtime) < 0)

@@ -46,7 +46,8 @@ struct runtime {
     /* identity of the DistributedDataParallel around the root's last forward, or NULL; never dereferenced */
     const void *ddp;
     enum backward_reach reach; /* see [Note: flat parameters in the graph] in backward.c */
-    struct no_gradient_warning no_gradient;
+    bool ended_backward;       /* true if a backward has ended since the root's forward began */
+    bool warned_no_gradient;   /* true after the warning about units without a gradient */
     /* true if callbacks.check_backward is to be called at the end of the next backward */
     bool checks_next_backward;
     bool grad_enabled;               /* true if gradients were enabled when the root's last forward began */

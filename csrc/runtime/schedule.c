@@ -52,10 +52,6 @@ int schedule_begin_step(struct schedule *schedule) {
     return all_gathers_wait(schedule, schedule->step_begin);
 }
 
-int schedule_begin_pre_unshard(struct schedule *schedule) {
-    return stream_enter(&schedule->streams, STREAM_PRE_UNSHARD);
-}
-
 int schedule_end_pre_unshard(struct schedule *schedule, bool uploads, int result) {
     struct streams *streams = &schedule->streams;
     if (!result)
@@ -68,10 +64,6 @@ int schedule_end_pre_unshard(struct schedule *schedule, bool uploads, int result
     return 0;
 }
 
-int schedule_begin_unshard(struct schedule *schedule) {
-    return stream_enter(&schedule->streams, STREAM_UNSHARD);
-}
-
 int schedule_end_unshard(struct schedule *schedule, struct unshard_mark *mark, int result) {
     result = leave(schedule, STREAM_UNSHARD, &mark->gathered, result);
     mark->pending = !result;
@@ -82,14 +74,6 @@ int schedule_wait_unshard(struct schedule *schedule, struct unshard_mark *mark) 
     bool pending = mark->pending;
     mark->pending = false;
     return pending ? stream_wait(&schedule->streams, STREAM_COMPUTE, mark->gathered) : 0;
-}
-
-int schedule_release_deferred(struct schedule *schedule) {
-    return deferred_free_flush(&schedule->unsharded);
-}
-
-void schedule_drop_mark(struct schedule *schedule, struct unshard_mark *mark) {
-    stream_event_destroy(&schedule->streams, &mark->gathered);
 }
 
 /* ---- state of the reduction ---- */

@@ -95,23 +95,16 @@ void schedule_check(const struct schedule *schedule); /* assert the invariant un
 /* Return true if nothing is in flight, and no memory is held. */
 bool schedule_is_flushed(const struct schedule *schedule);
 
-/* ---- unshard. Each `end` follows its `begin` and takes the result of the work between them. Return 0, or -1
- * with an exception ---- */
+/* ---- unshard. Each `end` takes the result of the work since the stream was entered. Return 0, or -1 with an
+ * exception ---- */
 
 /* Order the unshards of this step after the script's work. */
 int schedule_begin_step(struct schedule *schedule);
-/* Enter the stream that makes the input of an all-gather; end_pre_unshard enters the all-gather's again. */
-int schedule_begin_pre_unshard(struct schedule *schedule);
+/* End the work on PRE_UNSHARD that makes the input of an all-gather, and enter UNSHARD again. */
 int schedule_end_pre_unshard(struct schedule *schedule, bool uploads, int result);
-int schedule_begin_unshard(struct schedule *schedule); /* enter the stream of all-gathers */
-int schedule_end_unshard(struct schedule *schedule, struct unshard_mark *mark, int result);
+int schedule_end_unshard(struct schedule *schedule, struct unshard_mark *mark, int result); /* on UNSHARD */
 /* Make COMPUTE wait for the all-gather. */
 int schedule_wait_unshard(struct schedule *schedule, struct unshard_mark *mark);
-/* Release deferred frees in a backward, so that the next unshard can reuse the memory after its last use. A
- * forward keeps one unit deferred, as the unshard would wait for the previous unit's forward. */
-int schedule_release_deferred(struct schedule *schedule);
-
-void schedule_drop_mark(struct schedule *schedule, struct unshard_mark *mark); /* the unit is unbound */
 
 /* ---- reductions. Return 0, or -1 with an exception ---- */
 

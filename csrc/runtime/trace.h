@@ -99,13 +99,4 @@ static ALWAYS_INLINE void trace_end(struct trace *trace) {
 #define TRACE(part, unit)                                                                                    \
     __attribute__((cleanup(trace_end), unused)) struct trace trace = trace_begin(part, unit)
 
-static inline void trace_end_step(void) {
-    progress_end_step();
-}
-
-/* Leave all phases after an exception. */
-static inline void trace_abandon(void) {
-    progress_leave(0);
-}
-
 #endif

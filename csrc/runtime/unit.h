@@ -12,9 +12,6 @@
 #include <stdint.h>
 
 #include "handle/handle.h"
-#include "runtime/no_gradient.h"
-#include "runtime/node.h"
-#include "runtime/optional.h"
 #include "runtime/order.h"
 #include "runtime/schedule.h"
 #include "runtime/trace.h"
@@ -51,6 +48,35 @@ struct unit_nesting {
     bool can_nest;        /* true if autograd must be queried for anchor_will_run */
     bool nested;          /* true if a backward nested in this one was seen */
     bool anchor_will_run; /* true if this backward runs the unit's anchor */
+};
+
+/* Autograd node of a unit; node.c. */
+struct unit_node {
+    PyObject *anchor; /* owned */
+    /* owned; the anchor's AccumulateGrad node, which keeps anchor_hook registered */
+    PyObject *accumulation_node;
+    PyObject *anchor_hook;     /* owned; calls unit_post_backward, does not own the unit */
+    PyObject *hooks_seen;      /* owned; id of torch's latest hook when the views had none */
+    bool views_attached;       /* true if the views carry the history of a forward */
+    bool trained_last_forward; /* true if this flat parameter's own views carry history */
+    /* hash of the parameters that were frozen in that forward; 0 if all were trained */
+    uint64_t frozen_params;
+};
+
+/* State of optional units; optional.c. All zeros if nothing is optional. Segments ([Note: segments]) share their
+ * unit's. */
+struct optional {
+    struct unit *enclosing; /* borrowed, from the same runtime; NULL unless the unit is optional */
+    struct unit *next;      /* borrowed; next optional unit with parameters inside the same enclosing unit */
+    /* true if some parameter required a gradient in the last forward of the enclosing unit with gradients
+     * enabled */
+    bool trainable;
+    /* true if a backward under no_sync has passed this flat parameter since its last reduction */
+    bool unreduced;
+
+    struct unit *first; /* borrowed; first optional unit inside this one */
+    bool open;          /* true while the optional units inside are unsharded and may run */
+    bool reached;       /* true from the pre-backward until the optional units inside are reduced */
 };
 
 /* [Note: segments] Parameters of different dtypes, or frozen and trained ones, cannot share a flat parameter.
@@ -95,7 +121,8 @@ struct unit {
     /* true if this flat parameter's optimizers step on another stream that COMPUTE has not waited for */
     bool stepping;
     struct unit_nesting nesting;
-    struct no_gradient no_gradient;
+    bool had_gradient;     /* true if a backward has reached the unit's outputs or parameters */
+    bool expects_gradient; /* true if the unit ran in training mode since the root's forward began */
 };
 
 /* Arguments of unit_init. References are borrowed for the call. */
@@ -188,7 +215,6 @@ int unit_precision_for_backward(struct unit *unit); /* precision of the unit's f
 int unit_reshard_after_forward(struct unit *unit);
 int unit_post_backward_reshard(struct unit *unit); /* reshard, then prefetch */
 int unit_reshard_stale(struct unit *unit);         /* no-op in a backward */
-void unit_mark_used(struct unit *unit);            /* the parameters are unsharded for the current forward */
 /* Return true if the unit's step ends with this backward. A backward nested in a forward ends only units that
  * it passed through, and units prefetched for it; the others are in their forward, or wait for the outer
  * backward. */
@@ -203,6 +229,36 @@ void unit_set_prefetched(struct unit *unit, bool prefetched);
 int unit_prefetch_next(struct unit *unit, enum training_state state);
 /* Unshard at a user's request, and expose the views. */
 int unit_prefetch_by_user(struct unit *unit);
+
+/* ---- node.c ---- */
+
+int node_init(void);                      /* create the autograd function, once per process. 0 or -1 */
+void node_drop_anchor(struct unit *unit); /* drop the node and the hook as well */
+/* Attach the views to a new node. The first call creates the anchor. Return 0 or -1. */
+int node_attach_views(struct unit *unit);
+int node_detach_part(struct unit *part);  /* drop the history of its views. 0 or -1 */
+int node_detach_views(struct unit *unit); /* drop the history of all views. 0 or -1 */
+
+/* ---- optional.c ---- */
+
+/* Insert `unit` at the head of the list of `enclosing`. */
+void optional_add(struct unit *unit, struct unit *enclosing);
+
+/* Begin or end a forward or backward of the enclosing unit; reshard.c has the ends. Return 0 or -1. */
+int optional_begin_forward(struct unit *enclosing);
+int optional_end_forward(struct unit *enclosing);
+int optional_begin_backward(struct unit *enclosing);
+int optional_end_backward(struct unit *enclosing);
+/* reduce.c: reduce the gradients of the optional units inside, zeros for missing ones. reduce_all also covers
+ * enclosing units without gradients. Return 0 or -1. */
+int optional_reduce(struct unit *enclosing);
+int optional_reduce_all(struct runtime *runtime);
+void optional_abandon(struct unit *enclosing); /* call after a failed forward; clears exceptions */
+void optional_reset(struct unit *enclosing);   /* close after an exception in a step */
+
+/* Check that an optional unit may run, or may receive a gradient. Return 0, or -1 with RuntimeError. */
+int optional_check_forward(const struct unit *unit);
+int optional_check_backward(const struct unit *unit);
 
 /* ---- reduce.c, recover.c ---- */
 

@@ -42,7 +42,7 @@ static int make_all_gather_input(struct unit *part) {
     struct storage *storage = &part->handle->storage;
     if (!storage_needs_pre_unshard(storage))
         return 0;
-    if (storage_alloc_unsharded(storage) < 0 || schedule_begin_pre_unshard(schedule) < 0)
+    if (storage_alloc_unsharded(storage) < 0 || stream_enter(&schedule->streams, STREAM_PRE_UNSHARD) < 0)
         return -1;
     return schedule_end_pre_unshard(schedule, storage->offload, storage_pre_unshard(storage));
 }
@@ -60,7 +60,7 @@ static int begin_unshard(struct unit *part) {
     bool limited = part->options.limit_all_gathers && !part->leader;
     if (pre_unshard(part) < 0 || (limited && limiter_wait(&schedule->limiter, &schedule->streams) < 0))
         return -1;
-    return schedule_begin_unshard(schedule);
+    return stream_enter(&schedule->streams, STREAM_UNSHARD);
 }
 
 /* ---- several flat parameters ---- */

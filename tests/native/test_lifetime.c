@@ -67,14 +67,14 @@ int schedule_begin_step(struct schedule *schedule) {
     return 0;
 }
 
-int schedule_release_deferred(struct schedule *schedule) {
-    CHECK(schedule == &runtime.schedule);
+int deferred_free_flush(struct deferred_free *unsharded) {
+    CHECK(unsharded == &runtime.schedule.unsharded);
     strncat(call_log, " flush", sizeof call_log - strlen(call_log) - 1);
     return 0;
 }
 
 int schedule_flush(struct schedule *schedule) {
-    return schedule_release_deferred(schedule);
+    return deferred_free_flush(&schedule->unsharded);
 }
 
 int operations_post_backward_reshard(struct unit *unit) {
@@ -149,7 +149,7 @@ ANSWERS(num_writes, int64_t, writeback_count_writes, const struct handle *handle
 ANSWERS(0, long long, unit_rank, const struct unit *unit)
 ANSWERS(1, int, flat_param_is_trainable, const struct flat_param *param)
 ANSWERS(0, int, storage_wait_unshard, struct storage *storage)
-ANSWERS(0, int, schedule_begin_unshard, struct schedule *schedule)
+ANSWERS(0, int, stream_enter, struct streams *streams, enum stream_role role)
 ANSWERS(0, int, schedule_wait_unshard, struct schedule *schedule, struct unshard_mark *mark)
 DOES_NOTHING(limiter_add_free, struct limiter *limiter, struct streams *streams, stream_event last_use)
 
@@ -159,7 +159,6 @@ ENDS(PyObject *, operations_call, struct unit *unit, enum replaceable which, PyO
      PyObject *c)
 ENDS(int, limiter_wait, struct limiter *limiter, struct streams *streams)
 ENDS(int, schedule_wait_reduced, struct schedule *schedule)
-ENDS(int, schedule_begin_pre_unshard, struct schedule *schedule)
 ENDS(int, schedule_end_pre_unshard, struct schedule *schedule, bool uploads, int result)
 ENDS(int, storage_alloc_unsharded, struct storage *storage)
 ENDS(bool, storage_needs_pre_unshard, const struct storage *storage)
