@@ -148,7 +148,7 @@ class Handle:
     name: str  # writable: name of the unit in errors
     # writable: true if ``step_in_backward`` is called once the unit's gradients are reduced
     optimizer_in_backward: bool
-    op_id: int  # key of the handle for operators under torch.ops.fsdp_c
+    registration_id: int  # never reused; marks Parameters that the user registers in modules of the unit
     flat_param: nn.Parameter
     layout: FlatLayout
     param_state: int

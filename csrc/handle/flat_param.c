@@ -17,34 +17,6 @@ static int64_t *integers_from(PyObject *tuple) {
     return integers;
 }
 
-/* Return the number of elements from the first to the last one that sizes and strides reach; -1 if there are
- * none or on overflow. */
-static int64_t extent_of(const struct param_shape *shape) {
-    int64_t last = 0, step;
-    for (int64_t dim = 0; dim < shape->ndim; dim++)
-        if (shape->sizes[dim] < 1 || shape->strides[dim] < 0 ||
-            __builtin_mul_overflow(shape->sizes[dim] - 1, shape->strides[dim], &step) ||
-            __builtin_add_overflow(last, step, &last))
-            return -1;
-    return last + 1;
-}
-
-/* Validate sizes and strides once: views are built from them without further checks. */
-static int check_shape(const struct flat_param *param, int64_t index) {
-    const struct param_shape *shape = &param->param_shapes[index];
-    int64_t numel = 1, has = layout_param_numel(&param->layout, index);
-    bool fits = !shape->strides || (PyTuple_Size(PyTuple_GetItem(param->strides, index)) == shape->ndim &&
-                                    (!has || (extent_of(shape) > 0 && extent_of(shape) <= has)));
-    for (int64_t dim = 0; fits && dim < shape->ndim; dim++)
-        fits = shape->sizes[dim] >= 0 && !__builtin_mul_overflow(numel, shape->sizes[dim], &numel);
-    if (fits && numel == has)
-        return 0;
-    return flat_param_error(param, PyExc_ValueError,
-                            "parameter %lld of shape %S and strides %S does not lie in its %lld elements",
-                            (long long)index, PyTuple_GetItem(param->shapes, index),
-                            PyTuple_GetItem(param->strides, index), (long long)has);
-}
-
 static int init_shapes(struct flat_param *param) {
     param->param_shapes = PyMem_Calloc((size_t)param->num_params + 1, sizeof *param->param_shapes);
     if (!param->param_shapes)
@@ -59,16 +31,17 @@ static int init_shapes(struct flat_param *param) {
         shape->strides = strides == Py_None ? NULL : integers_from(strides);
         if (!shape->sizes || (strides != Py_None && !shape->strides))
             return tensor_check(STATUS_NO_MEMORY, "shapes of a unit");
-        if (PyErr_Occurred() || check_shape(param, i) < 0)
+        if (PyErr_Occurred())
             return -1;
     }
     return 0;
 }
 
-int flat_param_init(struct flat_param *param, const struct handle_spec *spec, int64_t op_id) {
+int flat_param_init(struct flat_param *param, const struct handle_spec *spec) {
+    static int64_t last_id;
     const struct config *config = &spec->config;
     param->object = spec->object;
-    param->op_id = op_id;
+    param->registration_id = ++last_id;
     param->tensor = Py_NewRef(spec->flat_param);
     param->params = spec->params == Py_None ? NULL : Py_NewRef(spec->params);
     param->name = Py_NewRef(spec->name);
@@ -178,14 +151,4 @@ PyObject *flat_param_fqn(const struct flat_param *param, int64_t index) {
         return fqn;
     PyErr_Clear();
     return PySequence_GetItem(PyList_GetItem(param->param_views, index), 2);
-}
-
-PyObject *flat_param_views(const struct flat_param *param, PyObject *full) {
-    /* owned, immortal; the operator overload, called directly to skip the Python of torch.ops */
-    static PyObject *op;
-    if (!op && !(op = ref_find("torch._ops", "ops.fsdp_c.segment_views.default._op")))
-        return NULL;
-    OWNED *id = PyLong_FromLongLong(param->op_id);
-    OWNED *list = id ? PyObject_CallFunctionObjArgs(op, full, id, NULL) : NULL;
-    return list ? PyList_AsTuple(list) : NULL;
 }

@@ -49,7 +49,7 @@ struct flat_param {
     /* owned; list of (param, module, name, setting): the first num_params entries are the parameters' own
      * names, then follow the other names of shared parameters */
     PyObject *param_views;
-    int64_t op_id; /* handle id that torch.ops.fsdp_c take */
+    int64_t registration_id; /* never reused; marks Parameters that the user registers in the modules */
 
     enum sharding_strategy strategy;
     bool sharded; /* true unless NO_SHARD */
@@ -77,7 +77,7 @@ struct handle_spec {
 };
 
 /* Return 0, or -1 with an exception. Call flat_param_fini in either case. */
-int flat_param_init(struct flat_param *param, const struct handle_spec *spec, int64_t op_id);
+int flat_param_init(struct flat_param *param, const struct handle_spec *spec);
 void flat_param_fini(struct flat_param *param);
 int flat_param_visit(const struct flat_param *param, visitproc visit, void *arg);
 
@@ -97,7 +97,8 @@ void flat_param_rename(struct flat_param *param, PyObject *name);
 PyObject *flat_param_fqn(const struct flat_param *param, int64_t index);
 
 /* Return one view per parameter of the unsharded tensor `full`, without autograd history. New tuple, or
- * NULL. */
+ * NULL. flat_param_views_init() registers the op for it, once per process: 0, or -1 with ImportError. */
+int flat_param_views_init(void);
 PyObject *flat_param_views(const struct flat_param *param, PyObject *full);
 
 /* Return 1 if some parameter requires a gradient, 0 if none does, -1 with an exception. */

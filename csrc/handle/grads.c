@@ -198,22 +198,6 @@ PyObject **grads_accumulator(struct grads *grads) {
     return grads->param->sharded ? &grads->unsharded : &grads->saved_shard;
 }
 
-/* Add up the first contribution when a second one arrives. See [Note: order of addition]. */
-static int sum_pending(struct grads *grads) {
-    bool low_precision = grads->storage->copy->low_precision;
-    if (low_precision && grads_call_param_hooks(grads) < 0)
-        return -1;
-    if (!grads->pending)
-        return 0;
-    PyObject *previous = *grads_accumulator(grads);
-    if (low_precision && previous)
-        return grads_add_pending(grads, previous);
-    PyObject *sum = grads_take_received(grads);
-    if (sum)
-        grads->sum = sum;
-    return sum ? 0 : -1;
-}
-
 static bool has_gradient(PyObject *args, int64_t num_params) {
     for (int64_t i = 0; i < num_params; i++)
         if (PyTuple_GetItem(args, i + 1) != Py_None)
@@ -228,8 +212,20 @@ bool grads_have_received(const struct grads *grads) {
 int grads_receive(struct grads *grads, PyObject *args) {
     if (!has_gradient(args, grads->param->num_params))
         return 0;
-    if (grads->pending && sum_pending(grads) < 0)
+    /* add up the first contribution when a second one arrives: see [Note: order of addition] */
+    bool low_precision = grads->storage->copy->low_precision;
+    if (grads->pending && low_precision && grads_call_param_hooks(grads) < 0)
         return -1;
+    PyObject *previous = *grads_accumulator(grads);
+    if (grads->pending && low_precision && previous) {
+        if (grads_add_pending(grads, previous) < 0)
+            return -1;
+    } else if (grads->pending) {
+        PyObject *sum = grads_take_received(grads);
+        if (!sum)
+            return -1;
+        grads->sum = sum;
+    }
     ref_set(&grads->pending, Py_NewRef(args));
     return 0;
 }
@@ -418,7 +414,10 @@ int grads_clear_accumulated(struct grads *grads) {
     return grads_set_kind(grads, GRAD_NONE);
 }
 
-static int stash_flat_grad(struct grads *grads) {
+int grads_begin_backward(struct grads *grads) {
+    if (grads->in_backward)
+        return 0;
+    grads->in_backward = true;
     Py_CLEAR(grads->watched);
     OWNED *grad = torch_get_grad(grads->param->tensor);
     struct tensor_view view;
@@ -443,12 +442,6 @@ static int stash_flat_grad(struct grads *grads) {
         ref_set(&grad, grads_cast_to_shard_dtype(grads, grad));
     ref_set(&grads->saved_shard, Py_XNewRef(grad));
     return grad ? torch_set_grad(grads->param->tensor, Py_None) : -1;
-}
-
-int grads_begin_backward(struct grads *grads) {
-    bool is_first = !grads->in_backward;
-    grads->in_backward = true;
-    return is_first ? stash_flat_grad(grads) : 0;
 }
 
 /* ---- zeros ---- */

@@ -53,11 +53,23 @@ static void zero(struct handle *handle) {
     };
 }
 
+static struct handle *live_handles; /* borrowed; the latest live handle */
+
+int handle_refuse_freed_view(const PyObject *tensor) {
+    int result = 0;
+    for (const struct handle *handle = live_handles; handle && !result; handle = handle->next_live)
+        result = storage_refuse_freed_view(&handle->storage, tensor);
+    return result;
+}
+
 int handle_init(struct handle *handle, const struct handle_spec *spec) {
     zero(handle);
-    int64_t op_id = handle_table_add(handle);
-    if (op_id < 0 || flat_param_init(&handle->param, spec, op_id) < 0 ||
-        storage_init(&handle->storage, &spec->config) < 0 ||
+    handle->next_live = live_handles;
+    handle->live_place = &live_handles;
+    if (live_handles)
+        live_handles->live_place = &handle->next_live;
+    live_handles = handle;
+    if (flat_param_init(&handle->param, spec) < 0 || storage_init(&handle->storage, &spec->config) < 0 ||
         param_views_init(&handle->param_views, spec) < 0) {
         handle_fini(handle);
         return -1;
@@ -73,7 +85,12 @@ void handle_fini(struct handle *handle) {
     grads_fini(&handle->grads);
     storage_fini(&handle->storage);
     param_views_fini(&handle->param_views);
-    handle_table_remove(handle->param.op_id);
+    if (handle->live_place)
+        *handle->live_place = handle->next_live;
+    if (handle->next_live)
+        handle->next_live->live_place = handle->live_place;
+    handle->live_place = NULL;
+    handle->next_live = NULL;
     Py_CLEAR(handle->summon.full);
     Py_CLEAR(handle->summon.grad);
     Py_CLEAR(handle->summon.flat_param_owner);
@@ -100,9 +117,7 @@ void handle_check(const struct handle *handle) {
     flat_param_check(&handle->param);
     storage_check(&handle->storage);
     param_views_check(&handle->param_views);
-    storage_check_attributes(&handle->storage);
     grads_check(&handle->grads);
-    writeback_check(handle);
 }
 
 /* ---- lazy init ---- */

@@ -37,6 +37,8 @@ struct handle {
     enum training_state training_state;
     bool initialized;
     bool optimizer_in_backward; /* true if some parameter has an optimizer attached */
+    /* borrowed; list of live handles: the next one, and the place that points to this one */
+    struct handle *next_live, **live_place;
 };
 
 /* Return 0, or -1 with `handle` zeroed. */
@@ -50,14 +52,8 @@ int handle_set_training_state(struct handle *handle, enum training_state state);
 /* Assert the invariants of all components under FSDP_C_CHECK; requires `initialized`. */
 void handle_check(const struct handle *handle);
 
-/* handle_table.c. Return the handle's id, or -1 with MemoryError. Ids count from 1 and are never reused. */
-int64_t handle_table_add(struct handle *handle);
-void handle_table_remove(int64_t id);
-/* Return the live handle with this id, or NULL. Borrowed. May be called without the GIL. */
-struct handle *handle_table_find(int64_t id);
 /* Raise RuntimeError and return -1 if `tensor` is a freed view of some live handle. Return 0 otherwise. */
-int handle_table_refuse_freed_view(const PyObject *tensor);
-int handle_ops_init(void); /* handle_ops.c: register the op once per process. 0, or -1 with ImportError */
+int handle_refuse_freed_view(const PyObject *tensor);
 
 /* ---- lazy init. Return 0, or -1 with an exception ---- */
 

@@ -37,22 +37,6 @@ void param_views_check(const struct param_views *param_views) {
 
 /* ---- init and fini ---- */
 
-static int param_view_init(struct param_view *param_view, PyObject *entry) {
-    long long param;
-    int setting;
-    PyObject *module, *name;
-    if (!PyArg_ParseTuple(entry, "LOO!i", &param, &module, &PyUnicode_Type, &name, &setting))
-        return -1;
-    param_view->param = param;
-    param_view->module = Py_NewRef(module);
-    param_view->name = Py_NewRef(name);
-    PyUnicode_InternInPlace(&param_view->name);
-    param_view->parameters = PyObject_GetAttrString(module, "_parameters");
-    param_view->attributes = param_view->parameters ? PyObject_GetAttrString(module, "__dict__") : NULL;
-    param_view->setting = (enum setting)setting;
-    return param_view->attributes ? 0 : -1;
-}
-
 int param_views_init(struct param_views *param_views, const struct handle_spec *spec) {
     param_views->wrap_views = spec->wrap_views == Py_None ? NULL : Py_NewRef(spec->wrap_views);
     param_views->count = PyList_Size(spec->param_views);
@@ -60,10 +44,23 @@ int param_views_init(struct param_views *param_views, const struct handle_spec *
     if (!param_views->all)
         return tensor_check(STATUS_NO_MEMORY, "param views of a unit");
     for (int64_t i = 0; i < param_views->count; i++) {
-        if (param_view_init(&param_views->all[i], PyList_GetItem(spec->param_views, i)) < 0)
+        struct param_view *param_view = &param_views->all[i];
+        long long param;
+        int setting;
+        PyObject *module, *name;
+        if (!PyArg_ParseTuple(PyList_GetItem(spec->param_views, i), "LOO!i", &param, &module, &PyUnicode_Type,
+                              &name, &setting))
             return -1;
-        param_views->uses_setattr =
-            param_views->uses_setattr || param_views->all[i].setting == SETTING_BY_SETATTR;
+        param_view->param = param;
+        param_view->module = Py_NewRef(module);
+        param_view->name = Py_NewRef(name);
+        PyUnicode_InternInPlace(&param_view->name);
+        param_view->setting = (enum setting)setting;
+        param_views->uses_setattr = param_views->uses_setattr || setting == SETTING_BY_SETATTR;
+        param_view->parameters = PyObject_GetAttrString(module, "_parameters");
+        param_view->attributes = param_view->parameters ? PyObject_GetAttrString(module, "__dict__") : NULL;
+        if (!param_view->attributes)
+            return -1;
     }
     return 0;
 }
@@ -124,28 +121,27 @@ PyObject *param_views_local_value(const struct param_views *param_views, PyObjec
 
 /* ---- the shard ---- */
 
-static PyObject *shard_part(struct param_views *param_views, PyObject *shard, int64_t param) {
-    const struct layout_shard_range *range = &param_views->param->layout.shard_ranges[param];
-    if (!param_views->param->sharded)
-        return torch_view(shard, layout_param_offset(&param_views->param->layout, param),
-                          layout_param_numel(&param_views->param->layout, param),
-                          PyTuple_GetItem(param_views->param->shapes, param),
-                          PyTuple_GetItem(param_views->param->strides, param));
-    if (!range->in_shard)
-        return Py_NewRef(param_views->empty_param);
-    OWNED *shape = Py_BuildValue("(L)", (long long)range->numel_in_shard);
-    return shape ? torch_view(shard, range->offset_in_shard, range->numel_in_shard, shape, Py_None) : NULL;
-}
-
 int param_views_point_params_at(struct param_views *param_views, PyObject *shard) {
+    const struct flat_param *flat_param = param_views->param;
+    const struct flat_layout *layout = &flat_param->layout;
     ref_set(&param_views->empty_param, PyObject_CallMethod(shard, "new_empty", "(i)", 0));
     if (!param_views->empty_param)
         return -1;
-    for (int64_t i = 0; i < param_views->param->num_params; i++) {
-        PyObject *part = shard_part(param_views, shard, i);
-        int result = part ? torch_set_data(PyList_GetItem(param_views->param->params, i), part) : -1;
-        Py_XDECREF(part);
-        if (result < 0)
+    for (int64_t i = 0; i < flat_param->num_params; i++) {
+        const struct layout_shard_range *range = &layout->shard_ranges[i];
+        OWNED *part = NULL;
+        if (!flat_param->sharded) {
+            part =
+                torch_view(shard, layout_param_offset(layout, i), layout_param_numel(layout, i),
+                           PyTuple_GetItem(flat_param->shapes, i), PyTuple_GetItem(flat_param->strides, i));
+        } else if (!range->in_shard) {
+            part = Py_NewRef(param_views->empty_param);
+        } else {
+            OWNED *shape = Py_BuildValue("(L)", (long long)range->numel_in_shard);
+            if (shape)
+                part = torch_view(shard, range->offset_in_shard, range->numel_in_shard, shape, Py_None);
+        }
+        if (!part || torch_set_data(PyList_GetItem(flat_param->params, i), part) < 0)
             return -1;
     }
     param_views->params_are_full = false;
@@ -315,29 +311,29 @@ static PyObject *new_parameter(PyObject *view, PyObject *model) {
                          : NULL;
 }
 
-/* Return the full tensor to expose for a parameter, new reference: the original Parameter with `view` as its
- * data, or a new Parameter around `value` where wrap_views made a DTensor. */
-static PyObject *full_param(struct param_views *param_views, int64_t i, PyObject *view, PyObject *value) {
-    int is_param = value == view ? 0 : PyObject_IsInstance(value, torch_names.parameter_type);
-    if (is_param < 0)
-        return NULL;
-    if (!param_views->param->use_orig_params)
-        return is_param ? Py_NewRef(value) : new_parameter(value, param_views->param->tensor);
-    PyObject *param = PyList_GetItem(param_views->param->params, i);
-    if (value != view && !is_param)
-        return new_parameter(value, param);
-    return torch_set_data(param, view) < 0 ? NULL : Py_NewRef(param);
-}
-
+/* Return the full tensors to expose, new list: each original Parameter with its view as data, or a new
+ * Parameter around the value where wrap_views made a DTensor. */
 static PyObject *full_params(struct param_views *param_views, PyObject *views, PyObject *values) {
-    PyObject *params = PyList_New(param_views->param->num_params);
+    const struct flat_param *flat_param = param_views->param;
+    OWNED *params = PyList_New(flat_param->num_params);
     param_views->params_are_full = true;
-    for (int64_t i = 0; params && i < param_views->param->num_params; i++) {
-        PyObject *param = full_param(param_views, i, PyTuple_GetItem(views, i), PyTuple_GetItem(values, i));
+    for (int64_t i = 0; params && i < flat_param->num_params; i++) {
+        PyObject *view = PyTuple_GetItem(views, i), *value = PyTuple_GetItem(values, i), *param = NULL;
+        int is_param = value == view ? 0 : PyObject_IsInstance(value, torch_names.parameter_type);
+        if (is_param > 0 && !flat_param->use_orig_params) {
+            param = Py_NewRef(value);
+        } else if (is_param == 0 && !flat_param->use_orig_params) {
+            param = new_parameter(value, flat_param->tensor);
+        } else if (is_param == 0 && value != view) {
+            param = new_parameter(value, PyList_GetItem(flat_param->params, i));
+        } else if (is_param >= 0) {
+            param = PyList_GetItem(flat_param->params, i);
+            param = torch_set_data(param, view) < 0 ? NULL : Py_NewRef(param);
+        }
         if (!param || PyList_SetItem(params, i, param) < 0)
-            Py_CLEAR(params);
+            return NULL;
     }
-    return params;
+    return Py_XNewRef(params);
 }
 
 /* Register one Parameter per parameter, and shared ones under all their names. */

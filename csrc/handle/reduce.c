@@ -205,22 +205,6 @@ int grads_accumulate_unsharded(struct grads *grads) {
 
 /* ---- custom hooks ---- */
 
-/* Validate a hook's result: `output.data = ...` may change the dtype, but not the size. */
-static int check_result(struct grads *grads, PyObject *result) {
-    const struct flat_param *param = grads->param;
-    int64_t want = param->sharded ? param->layout.shard_numel : param->layout.padded_numel;
-    struct tensor_view view;
-    if (tensor_view_of(result, &view) < 0)
-        return -1;
-    if (tensor_view_numel(&view) == want && tensor_view_is_contiguous(&view) && dtype_is_known(view.dtype) &&
-        view.device == grads->storage->compute_view.device)
-        return 0;
-    return flat_param_error(param, PyExc_RuntimeError,
-                            "the communication hook left a gradient of %R, expected a dense tensor of %lld "
-                            "elements on %S. Fill the output that the hook is given.",
-                            (PyObject *)Py_TYPE(result), (long long)want, param->device);
-}
-
 /* Return None as the finished work, or NULL with an exception. */
 static PyObject *call_comm_hook(struct grads *grads) {
     struct comm_hook *hook = &grads->comm_hook;
@@ -232,7 +216,20 @@ static PyObject *call_comm_hook(struct grads *grads) {
     PyObject *output = grads->param->sharded ? grads->reduce_output : NULL;
     OWNED *done =
         PyObject_CallFunctionObjArgs(hook->function, hook->state, grads->reduce_input, output, NULL);
-    return done && check_result(grads, grads->reduce_output) == 0 ? Py_NewRef(Py_None) : NULL;
+    /* `output.data = ...` may change the dtype, but not the size */
+    const struct flat_param *param = grads->param;
+    int64_t want = param->sharded ? param->layout.shard_numel : param->layout.padded_numel;
+    struct tensor_view view;
+    if (!done || tensor_view_of(grads->reduce_output, &view) < 0)
+        return NULL;
+    if (tensor_view_numel(&view) == want && tensor_view_is_contiguous(&view) && dtype_is_known(view.dtype) &&
+        view.device == grads->storage->compute_view.device)
+        return Py_NewRef(Py_None);
+    flat_param_error(param, PyExc_RuntimeError,
+                     "the communication hook left a gradient of %R, expected a dense tensor of %lld elements "
+                     "on %S. Fill the output that the hook is given.",
+                     (PyObject *)Py_TYPE(grads->reduce_output), (long long)want, param->device);
+    return NULL;
 }
 
 /* ---- reduction ---- */

@@ -1,7 +1,6 @@
 /* The shard, its compute device, the precision copies and torch's attributes on the flat parameter. */
 #include "handle/storage.h"
 
-#include "base/check.h"
 #include "torch/kernel_library.h"
 #include "torch/py_torch.h"
 #include "torch/tensor.h"
@@ -100,24 +99,6 @@ int storage_wait_in_stream(const struct storage *storage, PyObject **work) {
 
 /* ---- precision copies: built on first use ---- */
 
-/* A dtype that the user left open follows the flat parameter's, which `.to(dtype)` may have changed. A
- * low-precision hook fixes the reduce dtype. */
-static int init_dtypes(struct storage *storage, struct precision_copy *copy) {
-    PyObject *param = PyTuple_GetItem(storage->fallback_dtypes, 0),
-             *reduce = PyTuple_GetItem(storage->fallback_dtypes, 1);
-    if (!param || !reduce)
-        return -1;
-    if (copy == &storage->copies[PRECISION_FULL]) {
-        param = Py_None;
-        reduce = storage->reduce_dtype_is_fixed ? reduce : Py_None;
-    }
-    ref_set(&copy->dtype, Py_NewRef(param != Py_None ? param : storage->orig_dtype));
-    ref_set(&copy->reduce_dtype, Py_NewRef(reduce != Py_None ? reduce : copy->dtype));
-    copy->low_precision = copy->dtype != storage->orig_dtype;
-    copy->is_local = !storage->param->sharded && !copy->low_precision && !storage->offload;
-    return 0;
-}
-
 /* Return a tensor without storage, a template for later allocations. New reference. */
 static PyObject *freed_tensor(int64_t numel, PyObject *dtype, PyObject *device) {
     struct buffer buffer;
@@ -156,27 +137,6 @@ static int slice_full(const struct flat_param *param, struct precision_copy *cop
     ref_set(&copy->own_part,
             torch_part(full, layout->sharded ? layout->shard_start : 0, layout->shard_numel));
     return copy->full_data && copy->own_part ? 0 : -1;
-}
-
-/* Build the views while `full` has storage, then free the storage. */
-static int init_storage(struct storage *storage, struct precision_copy *copy) {
-    const struct flat_layout *layout = &storage->param->layout;
-    PyObject *device = storage->param->device;
-    if (!copy->is_local && buffer_init(&copy->full, layout->padded_numel, copy->dtype, device, true) < 0)
-        return -1;
-    PyObject *full = copy->is_local ? storage->local_shard : copy->full.tensor;
-    copy->views = slice_full(storage->param, copy, full) == 0 ? flat_param_views(storage->param, full) : NULL;
-    if (copy->views &&
-        !(copy->view_versions = PyMem_Calloc((size_t)storage->param->num_params, sizeof(int64_t))))
-        return tensor_check(STATUS_NO_MEMORY, "views of a unit");
-    if (!copy->views || (!copy->is_local && (buffer_free(&copy->full) < 0 ||
-                                             freed_views_init(&copy->freed_views, copy->views) < 0)))
-        return -1;
-    if (!storage->param->sharded || !copy->low_precision)
-        return 0;
-    PyObject *shard = freed_tensor(layout->shard_numel, copy->dtype, device);
-    ref_set(&copy->low_precision_shard, shard);
-    return shard ? 0 : -1;
 }
 
 static void copy_fini(struct precision_copy *copy) {
@@ -251,6 +211,41 @@ int storage_detach_views(struct storage *storage) {
 
 /* ---- the copy in use ---- */
 
+static int build_copy(struct storage *storage, struct precision_copy *copy) {
+    const struct flat_param *flat_param = storage->param;
+    const struct flat_layout *layout = &flat_param->layout;
+    PyObject *device = flat_param->device;
+    /* A dtype that the user left open follows the flat parameter's, which `.to(dtype)` may have changed. A
+     * low-precision hook fixes the reduce dtype. */
+    bool in_full = copy == &storage->copies[PRECISION_FULL];
+    PyObject *param = PyTuple_GetItem(storage->fallback_dtypes, 0),
+             *reduce = PyTuple_GetItem(storage->fallback_dtypes, 1);
+    if (!param || !reduce)
+        return -1;
+    bool has_param_dtype = param != Py_None && !in_full;
+    bool has_reduce_dtype = reduce != Py_None && (!in_full || storage->reduce_dtype_is_fixed);
+    ref_set(&copy->dtype, Py_NewRef(has_param_dtype ? param : storage->orig_dtype));
+    ref_set(&copy->reduce_dtype, Py_NewRef(has_reduce_dtype ? reduce : copy->dtype));
+    copy->low_precision = copy->dtype != storage->orig_dtype;
+    copy->is_local = !flat_param->sharded && !copy->low_precision && !storage->offload;
+    /* build the views while `full` has storage, then free the storage */
+    if (!copy->is_local && buffer_init(&copy->full, layout->padded_numel, copy->dtype, device, true) < 0)
+        return -1;
+    PyObject *full = copy->is_local ? storage->local_shard : copy->full.tensor;
+    copy->views = slice_full(flat_param, copy, full) == 0 ? flat_param_views(flat_param, full) : NULL;
+    if (copy->views && !(copy->view_versions = PyMem_Calloc((size_t)flat_param->num_params, sizeof(int64_t))))
+        return tensor_check(STATUS_NO_MEMORY, "views of a unit");
+    if (!copy->views || (!copy->is_local && (buffer_free(&copy->full) < 0 ||
+                                             freed_views_init(&copy->freed_views, copy->views) < 0)))
+        return -1;
+    if (flat_param->sharded && copy->low_precision) {
+        ref_set(&copy->low_precision_shard, freed_tensor(layout->shard_numel, copy->dtype, device));
+        if (!copy->low_precision_shard)
+            return -1;
+    }
+    return init_likes(storage, copy);
+}
+
 /* Build the copy's tensors, without storage. */
 static int make_copy(struct storage *storage, enum precision precision) {
     struct precision_copy *copy = &storage->copies[precision];
@@ -259,9 +254,7 @@ static int make_copy(struct storage *storage, enum precision precision) {
         return 0;
     if (torch_leave_inference_mode(&inference_guard) < 0)
         return -1;
-    int result = init_dtypes(storage, copy) < 0 || init_storage(storage, copy) < 0 ? -1 : 0;
-    if (!result)
-        result = init_likes(storage, copy);
+    int result = build_copy(storage, copy);
     if (result < 0)
         copy_fini(copy);
     return torch_return_to_inference_mode(inference_guard) < 0 ? -1 : result;
@@ -427,42 +420,20 @@ int storage_set_attribute(const struct storage *storage, const char *name, PyObj
     return PyErr_Occurred() ? -1 : result;
 }
 
-/* Return the value published as "_full_param_padded" or "_mp_shard", or NULL for no entry. Borrowed. Without
- * sharding, the unsharded parameters in low precision are torch's _mp_shard. */
-static PyObject *full_attribute(const struct storage *storage) {
-    return storage->param->sharded ? storage->copies[PRECISION_COMPUTE].full.tensor : NULL;
-}
-
-static PyObject *low_precision_attribute(const struct storage *storage) {
-    const struct precision_copy *copy = &storage->copies[PRECISION_COMPUTE];
-    if (!copy->low_precision)
-        return NULL;
-    return storage->param->sharded ? copy->low_precision_shard : copy->full.tensor;
-}
-
 int storage_update_attributes(struct storage *storage) {
     const struct precision_copy *compute = &storage->copies[PRECISION_COMPUTE];
-    const struct precision_copy *full = &storage->copies[PRECISION_FULL];
-    bool two_precisions = storage->param->sharded && compute->low_precision;
+    bool sharded = storage->param->sharded, two_precisions = sharded && compute->low_precision;
     if (!storage->attributes)
         return 0;
     if (two_precisions && make_copy(storage, PRECISION_FULL) < 0)
         return -1;
+    PyObject *unsharded_full = storage->copies[PRECISION_FULL].full.tensor;
+    /* without sharding, the unsharded parameters in low precision are torch's _mp_shard */
+    PyObject *mp_shard = sharded ? compute->low_precision_shard : compute->full.tensor;
     if (storage_set_attribute(storage, "_local_shard", storage->local_shard) < 0 ||
-        storage_set_attribute(storage, "_full_param_padded", full_attribute(storage)) < 0 ||
+        storage_set_attribute(storage, "_full_param_padded", sharded ? compute->full.tensor : NULL) < 0 ||
         storage_set_attribute(storage, "_full_prec_full_param_padded",
-                              two_precisions ? full->full.tensor : NULL) < 0)
+                              two_precisions ? unsharded_full : NULL) < 0)
         return -1;
-    return storage_set_attribute(storage, "_mp_shard", low_precision_attribute(storage));
-}
-
-/* Return true if the entry is `value`, or is missing and `value` is NULL. */
-static bool has_attribute(const struct storage *storage, const char *name, PyObject *value) {
-    return !storage->attributes || PyDict_GetItemString(storage->attributes, name) == value;
-}
-
-void storage_check_attributes(const struct storage *storage) {
-    INVARIANT(has_attribute(storage, "_local_shard", storage->local_shard));
-    INVARIANT(has_attribute(storage, "_full_param_padded", full_attribute(storage)));
-    INVARIANT(has_attribute(storage, "_mp_shard", low_precision_attribute(storage)));
+    return storage_set_attribute(storage, "_mp_shard", compute->low_precision ? mp_shard : NULL);
 }

@@ -142,9 +142,6 @@ int storage_update_attributes(struct storage *storage);  /* no-op before the fir
 /* NULL removes the attribute */
 int storage_set_attribute(const struct storage *storage, const char *name, PyObject *value);
 
-/* Assert that attributes match the fields, under FSDP_C_CHECK. */
-void storage_check_attributes(const struct storage *storage);
-
 /* ---- storage.c: precision copies, the only writer of `copy` and its fields. Return 0, or -1 with an
  * exception ---- */
 
@@ -192,8 +189,8 @@ int storage_unshard_started(struct storage *storage, PyObject *work);
 /* Make the current stream wait for the all-gather. No-op unless UNSHARDING. Return 0 or -1. */
 int storage_wait_unshard(struct storage *storage);
 int storage_reshard(struct storage *storage, bool free_storage);
-/* Free the memory of a failed unshard. The current exception is kept. */
-void storage_abandon_unshard(struct storage *storage);
+/* Free the memory of a failed unshard. The current exception is kept. Return -1. */
+int storage_abandon_unshard(struct storage *storage);
 /* Return true if the all-gather reads own_part, which storage_pre_unshard writes, instead of the shard. */
 bool storage_needs_pre_unshard(const struct storage *storage);
 /* Allocate `full`; the state stays SHARDED. Return 0 or -1. */

@@ -102,37 +102,32 @@ static int cast_shard(const struct storage *storage, const struct tensor_view *s
                         "cast of a shard");
 }
 
-/* Upload and cast the shard into own_part. The uploaded copy is freed after the cast. */
-static int fill_own_part(struct storage *storage) {
-    struct buffer *shard = &storage->device_shard;
-    if (!storage->offload)
-        return cast_shard(storage, &storage->local_view);
-    if (!storage->copy->low_precision)
-        return torch_enqueue_copy(storage->copy->own_part, storage->local_shard);
-    if (buffer_alloc(shard) < 0 || torch_enqueue_copy(shard->tensor, storage->local_shard) < 0 ||
-        cast_shard(storage, &shard->view) < 0)
-        return -1;
-    return buffer_free(shard);
-}
-
 /* Kernels may still use the memory: deferred_free_forget orders the free after the last use. */
-void storage_abandon_unshard(struct storage *storage) {
+int storage_abandon_unshard(struct storage *storage) {
     PyObject *error = PyErr_GetRaisedException();
     if (deferred_free_flush_buffer(storage->full_free, &storage->copy->full) == 0)
         buffer_free(&storage->copy->full);
     buffer_free(&storage->device_shard);
     PyErr_SetRaisedException(error);
-}
-
-static int abandon(struct storage *storage) {
-    storage_abandon_unshard(storage);
     return -1;
 }
 
 int storage_pre_unshard(struct storage *storage) {
+    struct buffer *shard = &storage->device_shard;
     if (!storage_needs_pre_unshard(storage))
         return 0;
-    return storage_alloc_unsharded(storage) < 0 || fill_own_part(storage) < 0 ? abandon(storage) : 0;
+    int result = storage_alloc_unsharded(storage);
+    if (!result && !storage->offload) {
+        result = cast_shard(storage, &storage->local_view);
+    } else if (!result && !storage->copy->low_precision) {
+        result = torch_enqueue_copy(storage->copy->own_part, storage->local_shard);
+    } else if (!result) { /* free the uploaded shard after the cast */
+        result = buffer_alloc(shard) < 0 || torch_enqueue_copy(shard->tensor, storage->local_shard) < 0 ||
+                         cast_shard(storage, &shard->view) < 0
+                     ? -1
+                     : buffer_free(shard);
+    }
+    return result < 0 ? storage_abandon_unshard(storage) : 0;
 }
 
 /* ---- all-gather ---- */
@@ -163,24 +158,24 @@ int storage_unshard(struct storage *storage) {
         Py_XDECREF(input);
         Py_XDECREF(output);
     }
-    return result < 0 ? abandon(storage) : storage_set_state(storage, PARAM_UNSHARDING);
+    return result < 0 ? storage_abandon_unshard(storage) : storage_set_state(storage, PARAM_UNSHARDING);
 }
 
 int storage_unshard_add(struct storage *storage, struct unshard_batch *batch) {
     if (storage_alloc_unsharded(storage) < 0)
-        return abandon(storage);
+        return storage_abandon_unshard(storage);
     OWNED *output = view_for_backend(storage, storage->copy->full.tensor);
     OWNED *input = view_for_backend(storage, all_gather_input(storage));
     int result = output && input ? PyList_Append(batch->outputs, output) : -1;
     if (!result)
         result = PyList_Append(batch->inputs, input);
-    return result < 0 ? abandon(storage) : 0;
+    return result < 0 ? storage_abandon_unshard(storage) : 0;
 }
 
 int storage_unshard_started(struct storage *storage, PyObject *work) {
     ref_set(&storage->unshard_work, Py_NewRef(work));
     if (storage_wait_in_stream(storage, &storage->unshard_work) < 0)
-        return abandon(storage);
+        return storage_abandon_unshard(storage);
     return storage_set_state(storage, PARAM_UNSHARDING);
 }
 
@@ -192,7 +187,7 @@ int storage_wait_unshard(struct storage *storage) {
     if ((work && collective_wait(work) < 0) ||
         (!storage->copy->is_local && torch_set_data(storage->param->tensor, storage->copy->full_data) < 0)) {
         storage_set_state(storage, PARAM_SHARDED);
-        return abandon(storage);
+        return storage_abandon_unshard(storage);
     }
     storage->exposes_full_data = !storage->copy->is_local;
     return storage_set_state(storage, PARAM_UNSHARDED);
@@ -209,13 +204,11 @@ int storage_reshard(struct storage *storage, bool free_storage) {
     if (storage->exposes_full_data && torch_set_data(storage->param->tensor, storage->local_shard) < 0)
         return -1;
     storage->exposes_full_data = false;
-    if (!storage->copy->is_local) {
-        /* enqueued kernels may still read the memory, hence the deferred free with streams */
-        if (free_storage &&
-            (storage->full_free ? deferred_free_add(storage->full_free, full, storage->is_segment)
-                                : storage_free_full(storage)) < 0)
-            return -1;
-    }
+    /* enqueued kernels may still read the memory, hence the deferred free with streams */
+    if (!storage->copy->is_local && free_storage &&
+        (storage->full_free ? deferred_free_add(storage->full_free, full, storage->is_segment)
+                            : storage_free_full(storage)) < 0)
+        return -1;
     return free_storage ? storage_set_state(storage, PARAM_SHARDED) : 0;
 }
 
@@ -264,7 +257,5 @@ int handle_unshard_outside_step(struct handle *handle) {
     }
     if (!result && handle_unshard(handle) == 0 && storage_wait_unshard(storage) == 0)
         return 0;
-    if (storage->param_state == PARAM_SHARDED)
-        storage_abandon_unshard(storage);
-    return -1;
+    return storage->param_state == PARAM_SHARDED ? storage_abandon_unshard(storage) : -1;
 }

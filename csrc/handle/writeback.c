@@ -1,15 +1,8 @@
 /* Writeback of user edits to the shard and the flat gradient, before the next all-gather. */
 #include "handle/handle.h"
 
-#include "base/check.h"
 #include "torch/py_torch.h"
 #include "torch/tensor.h"
-
-void writeback_check(const struct handle *handle) {
-    INVARIANT(handle->writeback.next_outside_shard == 0 ||
-              (handle->writeback.next_outside_shard > 0 &&
-               handle->writeback.next_outside_shard < handle->param.num_params));
-}
 
 void writeback_mark_copied(struct handle *handle) {
     handle->writeback.copied = true;
@@ -22,22 +15,6 @@ bool writeback_pop_copied(struct handle *handle) {
 }
 
 /* ---- original parameters ---- */
-
-static int check_shape(struct handle *handle, int64_t param, PyObject *value,
-                       const struct tensor_view *view) {
-    const struct flat_param *flat_param = &handle->param;
-    int64_t want = flat_param->layout.shard_ranges[param].numel_in_shard;
-    if (tensor_view_numel(view) == want && (!flat_param->sharded || view->ndim == 1))
-        return 0;
-    OWNED *shape = PyObject_GetAttrString(value, "shape");
-    OWNED *fqn = flat_param_fqn(flat_param, param);
-    return RAISED(PyExc_RuntimeError,
-                  "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on "
-                  "rank %lld (its shard there), but the new value has shape %S. Change full parameters "
-                  "inside FullyShardedDataParallel.summon_full_params(module, writeback=True).",
-                  fqn, flat_param->name, (long long)want, (long long)flat_param->layout.rank,
-                  shape ? shape : Py_None);
-}
 
 /* Warn about the writeback of a parameter or gradient under TORCH_DISTRIBUTED_DEBUG=INFO. Return 0 or -1. */
 static int warn_writeback(struct handle *handle, int64_t param, const char *subject, PyObject *value) {
@@ -74,7 +51,7 @@ static int check_registered(const struct handle *handle, int64_t param, PyObject
     OWNED *mark = is_param > 0 ? PyObject_GetAttrString(value, "_fsdp_registered_for") : NULL;
     if (is_param < 0)
         return -1;
-    if (mark && PyLong_AsLongLong(mark) == flat_param->op_id)
+    if (mark && PyLong_AsLongLong(mark) == flat_param->registration_id)
         return 0;
     PyErr_Clear();
     OWNED *fqn = flat_param_fqn(flat_param, param);
@@ -109,14 +86,6 @@ static int check_removed(const struct handle *handle, int64_t param) {
                             "rank's shard alone; torch.nn.utils.parametrize, weight_norm, spectral_norm and "
                             "prune do so. Apply these before wrapping.",
                             fqn);
-}
-
-/* Return the module's Parameter that replaces the unit's, borrowed; NULL if it was deleted, or with an
- * exception. */
-static PyObject *check_replacement(const struct handle *handle, int64_t param, PyObject *value) {
-    if ((value ? check_registered(handle, param, value) : check_removed(handle, param)) < 0)
-        return NULL;
-    return param_views_value(&handle->param_views, param);
 }
 
 /* Make `value` the unit's Parameter. */
@@ -160,50 +129,57 @@ static int writeback_param(struct handle *handle, int64_t param, PyObject *shard
     return adopt_param(handle, param, value);
 }
 
-/* Return 1 if the user replaced the parameter or its data, 0 if not, -1 with an exception. */
-static int find_replaced(struct handle *handle, int64_t param) {
-    PyObject *own = PyList_GetItem(handle->param.params, param);
-    PyObject *value = param_views_value(&handle->param_views, param);
-    struct tensor_view view;
-    if (value != own && !(value = check_replacement(handle, param, value)))
-        return PyErr_Occurred() ? -1 : 0;
-    if (tensor_view_of(value, &view) < 0)
-        return -1;
-    if (value == own && points_into_shard(handle, param, &view))
-        return 0;
-    if (warn_writeback(handle, param, "Parameter", value) < 0 || check_shape(handle, param, value, &view) < 0)
-        return -1;
-    return 1;
-}
-
-/* ---- parameters outside this rank's shard ---- */
-
 static bool is_in_shard(const struct handle *handle, int64_t param) {
     return !handle->param.sharded || handle->param.layout.shard_ranges[param].in_shard;
 }
 
-/* Raise RuntimeError if a parameter outside the shard has elements. A new object is always noticed. New data
- * of the same object is checked for one parameter per unshard, in rotation: most parameters are outside the
- * shard, and checking all of them would be a third of a step's host work. */
-static int check_param_outside_shard(struct handle *handle, int64_t param, bool checks_data) {
-    PyObject *own = PyList_GetItem(handle->param.params, param);
+/* Return 1 if the user replaced a parameter in this rank's shard or its data, 0 if not, -1 with an exception.
+ * A parameter outside the shard must have no elements. Its new object is always noticed, its new data only if
+ * `checks_data`: most parameters are outside the shard, and checking all of them at each unshard would be a
+ * third of a step's host work. */
+static int find_replaced(struct handle *handle, int64_t param, bool checks_data) {
+    const struct flat_param *flat_param = &handle->param;
+    PyObject *own = PyList_GetItem(flat_param->params, param);
     PyObject *value = param_views_value(&handle->param_views, param);
     struct tensor_view view;
-    if (value != own && !(value = check_replacement(handle, param, value)))
-        return PyErr_Occurred() ? -1 : 0;
-    if (!checks_data && value == own)
+    if (value != own) {
+        if ((value ? check_registered(handle, param, value) : check_removed(handle, param)) < 0)
+            return -1;
+        value = param_views_value(&handle->param_views, param);
+        if (!value)
+            return PyErr_Occurred() ? -1 : 0;
+    } else if (!checks_data) {
         return 0;
+    }
     if (tensor_view_of(value, &view) < 0)
         return -1;
-    if (!tensor_view_numel(&view))
-        return adopt_param(handle, param, value);
+    long long numel = tensor_view_numel(&view), rank = flat_param->layout.rank;
+    if (!is_in_shard(handle, param)) {
+        if (!numel)
+            return adopt_param(handle, param, value);
+        OWNED *shape = PyObject_GetAttrString(value, "shape");
+        OWNED *fqn = flat_param_fqn(flat_param, param);
+        return RAISED(
+            PyExc_RuntimeError,
+            "Cannot writeback when the parameter shape changes: %S of unit %S was set to data of shape %S, "
+            "but rank %lld holds none of the parameter, so the edit would be lost. Change parameters inside "
+            "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
+            fqn, flat_param->name, shape ? shape : Py_None, rank);
+    }
+    if (value == own && points_into_shard(handle, param, &view))
+        return 0;
+    if (warn_writeback(handle, param, "Parameter", value) < 0)
+        return -1;
+    long long want = flat_param->layout.shard_ranges[param].numel_in_shard;
+    if (numel == want && (!flat_param->sharded || view.ndim == 1))
+        return 1;
     OWNED *shape = PyObject_GetAttrString(value, "shape");
-    OWNED *fqn = flat_param_fqn(&handle->param, param);
+    OWNED *fqn = flat_param_fqn(flat_param, param);
     return RAISED(PyExc_RuntimeError,
-                  "Cannot writeback when the parameter shape changes: %S of unit %S was set to data of shape "
-                  "%S, but rank %lld holds none of the parameter, so the edit would be lost. Change "
-                  "parameters inside FullyShardedDataParallel.summon_full_params(module, writeback=True).",
-                  fqn, handle->param.name, shape ? shape : Py_None, (long long)handle->param.layout.rank);
+                  "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on "
+                  "rank %lld (its shard there), but the new value has shape %S. Change full parameters "
+                  "inside FullyShardedDataParallel.summon_full_params(module, writeback=True).",
+                  fqn, flat_param->name, want, rank, shape ? shape : Py_None);
 }
 
 int writeback_check_params_outside_shard(struct handle *handle) {
@@ -211,7 +187,7 @@ int writeback_check_params_outside_shard(struct handle *handle) {
         handle->param.skip_writeback_check)
         return 0;
     for (int64_t i = 0; i < handle->param.num_params; i++)
-        if (!is_in_shard(handle, i) && check_param_outside_shard(handle, i, true) < 0)
+        if (!is_in_shard(handle, i) && find_replaced(handle, i, true) < 0)
             return -1;
     return 0;
 }
@@ -252,8 +228,7 @@ static int find_all_replaced(struct handle *handle) {
             handle->writeback.next_outside_shard = next = param;
     }
     for (int64_t i = 0; i < handle->param.num_params; i++) {
-        int replaced = is_in_shard(handle, i) ? find_replaced(handle, i)
-                                              : check_param_outside_shard(handle, i, i == next);
+        int replaced = find_replaced(handle, i, i == next || is_in_shard(handle, i));
         if (replaced < 0)
             return -1;
         any = any || replaced;

@@ -22,8 +22,6 @@ struct writeback {
     int64_t num_forwards[2];
 };
 
-void writeback_check(const struct handle *handle); /* assert the invariant under FSDP_C_CHECK */
-
 void writeback_mark_copied(struct handle *handle);
 bool writeback_pop_copied(struct handle *handle); /* return and clear `copied` */
 /* Write replaced Parameters to a new shard: see [Note: another shard]. Return 1 if the shard was replaced, in

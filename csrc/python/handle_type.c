@@ -278,7 +278,7 @@ static PyMemberDef members[] = {
     READ_ONLY("param_state", T_INT, struct handle_object, handle.storage.param_state),
     READ_ONLY("training_state", T_INT, struct handle_object, handle.training_state),
     READ_ONLY("local_shard", T_OBJECT, struct handle_object, handle.storage.local_shard),
-    READ_ONLY("op_id", T_LONGLONG, struct handle_object, handle.param.op_id),
+    READ_ONLY("registration_id", T_LONGLONG, struct handle_object, handle.param.registration_id),
     {"optimizer_in_backward", T_BOOL, offsetof(struct handle_object, handle.optimizer_in_backward), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };

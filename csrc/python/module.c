@@ -82,7 +82,7 @@ static PyObject *bind_freed_view(PyObject *self, PyObject *type) {
 }
 
 static PyObject *refuse_freed_view(PyObject *self, PyObject *tensor) {
-    return none_or_error(handle_table_refuse_freed_view(tensor));
+    return none_or_error(handle_refuse_freed_view(tensor));
 }
 
 /* ---- progress ---- */
@@ -213,7 +213,7 @@ static int module_exec(PyObject *module) {
     if (torch_abi_init() < 0 || torch_names_init() < 0 || tensor_init() < 0 || ops_init() < 0 ||
         data_guard_init_flags() < 0)
         return -1;
-    if (handle_ops_init() < 0 || collective_init() < 0 || node_init() < 0)
+    if (flat_param_views_init() < 0 || collective_init() < 0 || node_init() < 0)
         return -1;
     return add_types(module) < 0 || add_phases(module) < 0 ? -1 : add_constants(module);
 }

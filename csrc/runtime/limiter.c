@@ -1,6 +1,5 @@
 #include "runtime/limiter.h"
 
-#include "base/check.h"
 #include "runtime/trace.h"
 
 void limiter_fini(struct limiter *limiter, struct streams *streams) {
@@ -32,9 +31,4 @@ void limiter_add_free(struct limiter *limiter, struct streams *streams, stream_e
         take_oldest(limiter);
     int slot = (limiter->first + limiter->count++) % LIMITER_DEPTH;
     stream_event_share(streams, last_use, &limiter->frees[slot]);
-}
-
-void limiter_check(const struct limiter *limiter) {
-    INVARIANT(limiter->count >= 0 && limiter->count <= LIMITER_DEPTH);
-    INVARIANT(limiter->count <= limiter->num_frees);
 }

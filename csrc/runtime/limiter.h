@@ -21,6 +21,5 @@ void limiter_fini(struct limiter *limiter, struct streams *streams);
 int limiter_wait(struct limiter *limiter, struct streams *streams);
 /* Call after a unit's storage was freed; `last_use` is the event that its deferred free recorded. */
 void limiter_add_free(struct limiter *limiter, struct streams *streams, stream_event last_use);
-void limiter_check(const struct limiter *limiter); /* assert the invariant under FSDP_C_CHECK */
 
 #endif

@@ -47,9 +47,7 @@ int operations_unshard(struct unit *part) {
                        "the function in place of FlatParamHandle.unshard has not gathered the parameters. "
                        "Call the original function in it, or _alloc_padded_unsharded_flat_param, "
                        "_all_gather_flat_param and _use_unsharded_flat_param.");
-    if (result < 0)
-        storage_abandon_unshard(&part->handle->storage);
-    return result;
+    return result < 0 ? storage_abandon_unshard(&part->handle->storage) : 0;
 }
 
 int operations_reshard(struct unit *part, bool free_storage) {

@@ -90,25 +90,13 @@ int64_t order_before(const struct order *order, const struct order_place *place,
 
 /* ---- the invariant ---- */
 
-static bool are_units(const struct order *order, const int64_t *units, int64_t count) {
-    for (int64_t i = 0; i < count; i++)
-        if (units[i] < 0 || units[i] >= order->num_units)
-            return false;
-    return true;
-}
-
-static bool is_at(const int64_t *units, int64_t count, int64_t place, int64_t unit) {
-    return place == -1 || (place >= 0 && place < count && units[place] == unit);
-}
-
 void order_check(const struct order *order) {
     INVARIANT(order->num_pre <= order->num_units && order->num_post <= order->capacity);
-    INVARIANT(are_units(order, order->pre, order->num_pre));
-    INVARIANT(are_units(order, order->post, order->num_post));
     INVARIANT(order->backward_prefetch_limit >= 0 && order->forward_prefetch_limit >= 0);
 }
 
 void order_check_place(const struct order *order, const struct order_place *place) {
-    INVARIANT(is_at(order->pre, order->num_pre, place->pre_forward, place->unit));
-    INVARIANT(is_at(order->post, order->num_post, place->post_forward, place->unit));
+    int64_t pre = place->pre_forward, post = place->post_forward;
+    INVARIANT(pre == -1 || (pre >= 0 && pre < order->num_pre && order->pre[pre] == place->unit));
+    INVARIANT(post == -1 || (post >= 0 && post < order->num_post && order->post[post] == place->unit));
 }

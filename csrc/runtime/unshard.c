@@ -50,8 +50,7 @@ static int make_all_gather_input(struct unit *part) {
 int unit_unshard_part(struct unit *part) {
     if (make_all_gather_input(part) == 0)
         return storage_unshard(&part->handle->storage);
-    storage_abandon_unshard(&part->handle->storage);
-    return -1;
+    return storage_abandon_unshard(&part->handle->storage);
 }
 
 /* Rate limiter: one event per unit, not per flat parameter. */
@@ -128,7 +127,7 @@ int unit_unshard(struct unit *unit) {
         } else {
             int result = begin_unshard(part);
             if (result < 0)
-                storage_abandon_unshard(&handle->storage);
+                result = storage_abandon_unshard(&handle->storage);
             else /* the event of the last all-gather covers all flat parameters */
                 result = schedule_end_unshard(schedule, &unit->unsharded.mark, operations_unshard(part));
             if (result < 0)

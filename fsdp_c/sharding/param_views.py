@@ -63,7 +63,7 @@ def _note(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     reference = _handles.get(module, {}).get(name)
     handle = reference and reference()
     if param is not None and handle is not None:
-        param._fsdp_registered_for = handle.op_id  # type: ignore[attr-defined]  # mark on the user's parameter
+        param._fsdp_registered_for = handle.registration_id  # type: ignore[attr-defined]  # mark on the user's parameter
         handle.mark_assigned()
 
 

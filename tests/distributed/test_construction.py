@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +9,6 @@ from torch import Tensor, nn
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import ShardingStrategy
-from fsdp_c.sharding import flat_param
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.ranks import device, on_ranks
 
@@ -108,11 +105,3 @@ def test_parameters_with_gaps_in_memory_keep_their_values(
     whole = model.state_dict()
     for name, value in plain.state_dict().items():
         assert torch.allclose(whole[name], value, rtol=1e-12), name
-
-
-@on_ranks(2)
-def test_shapes_that_lead_out_of_a_parameter_are_refused(rank: int) -> None:
-    """C code makes views with these shapes."""
-    with mock.patch.object(flat_param, "without_gaps", lambda tensor: tensor):
-        with pytest.raises(ValueError, match=rf"rank {rank}, unit .* does not lie in its 25 elements"):
-            FSDP(Sliced(5), device_id=device())

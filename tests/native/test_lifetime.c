@@ -169,7 +169,7 @@ ENDS(int, handle_unshard, struct handle *handle)
 ENDS(int, storage_unshard_add, struct storage *storage, struct unshard_batch *batch)
 ENDS(int, storage_unshard, struct storage *storage)
 ENDS(int, handle_use_precision, struct handle *handle, enum precision precision)
-ENDS(void, storage_abandon_unshard, struct storage *storage)
+ENDS(int, storage_abandon_unshard, struct storage *storage)
 ENDS(bool, collective_can_coalesce, const struct collective_group *group)
 ENDS(PyObject *, collective_all_gather_coalesced, const struct collective_group *group, PyObject *outputs,
      PyObject *inputs)

@@ -1,4 +1,4 @@
-"""torch.ops.fsdp_c.segment_views: views of a flat tensor for the parameters of a handle, by the handle's id."""
+"""Views of a flat parameter for its parameters, which torch.ops.fsdp_c.segment_views makes inside fsdp_c."""
 
 from __future__ import annotations
 
@@ -36,10 +36,6 @@ def handle_of(model: Any) -> Any:
     return model._handle
 
 
-def flat(handle: Any) -> Tensor:
-    return torch.randn(handle.layout.padded_numel, dtype=handle.padded_unsharded_flat_param.dtype)
-
-
 def sliced(handle: Any, full: Tensor) -> list[Tensor]:
     """Return the views by plain slicing, from the layout only."""
     metadata = handle.flat_param
@@ -56,54 +52,30 @@ def sliced(handle: Any, full: Tensor) -> list[Tensor]:
 
 
 def test_views_have_the_shapes_strides_and_places_of_the_parameters() -> None:
-    handle = handle_of(sharded())
-    full = flat(handle)
-    views, expected = OPS.segment_views(full, handle.op_id), sliced(handle, full)
-    assert len(views) == len(expected) == 3
-    for view, other in zip(views, expected, strict=True):
-        assert (view.shape, view.stride(), view.data_ptr()) == (other.shape, other.stride(), other.data_ptr())
-    assert not views[2].is_contiguous()
-
-
-def test_views_of_a_meta_tensor_are_meta_tensors() -> None:
-    handle = handle_of(sharded())
-    views = OPS.segment_views(torch.empty(handle.layout.padded_numel, device="meta"), handle.op_id)
-    assert [view.shape for view in views] == list(handle.flat_param._shapes)
-    assert all(view.is_meta for view in views)
-
-
-# ----------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize("op_id", [0, -1, 2**40])
-def test_unknown_handle_is_refused(op_id: int) -> None:
-    with pytest.raises(RuntimeError, match=f"segment_views: there is no handle {op_id}: pass the op_id"):
-        OPS.segment_views(torch.zeros(4), op_id)
-
-
-def test_dead_handle_is_refused() -> None:
     model = sharded()
-    op_id, size = handle_of(model).op_id, model._handle.layout.padded_numel
-    del model
-    gc.collect()
-    with pytest.raises(RuntimeError, match=f"segment_views: there is no handle {op_id}"):
-        OPS.segment_views(torch.zeros(size), op_id)
+    handle = handle_of(model)
+    with FullyShardedDataParallel.summon_full_params(model):
+        views, expected = list(model.parameters()), sliced(handle, handle.padded_unsharded_flat_param)
+        assert len(views) == len(expected) == 3
+        for view, other in zip(views, expected, strict=True):
+            assert (view.shape, view.stride(), view.data_ptr()) == (
+                other.shape,
+                other.stride(),
+                other.data_ptr(),
+            )
+        assert not views[2].is_contiguous()
 
 
-def test_ids_are_not_used_again() -> None:
+def test_the_op_is_refused_outside_of_fsdp_c() -> None:
+    with pytest.raises(RuntimeError, match="segment_views is internal"):
+        OPS.segment_views(torch.zeros(4))
+
+
+def test_ids_of_handles_are_not_used_again() -> None:
     seen = set()
     for _ in range(3):
         model = sharded()
-        seen.add(model._handle.op_id)
+        seen.add(model._handle.registration_id)
         del model
         gc.collect()
     assert len(seen) == 3
-
-
-@pytest.mark.parametrize("case", ["too small", "strided"])
-def test_views_refuse_a_tensor_that_does_not_fit(case: str) -> None:
-    handle = handle_of(sharded())
-    size = handle.layout.numel
-    tensor = torch.zeros(size // 2) if case == "too small" else torch.zeros(2 * size)[::2]
-    with pytest.raises(RuntimeError, match="flat must be contiguous with the unit's elements"):
-        OPS.segment_views(tensor, handle.op_id)
