@@ -515,10 +515,16 @@ static int expose_unsharded_grads(struct grads *grads, PyObject *grad) {
     return views ? 0 : -1;
 }
 
-/* ---- expose at the end of a backward ---- */
-
-/* Expose parts of the sharded flat gradient on the original parameters; None on those outside the shard. */
-static int expose_sharded_grads(struct grads *grads, PyObject *grad) {
+/* Expose the flat gradient on the original parameters: its views, or the parts of a sharded one; None on
+ * parameters outside the shard. */
+static int expose_grads(struct grads *grads, PyObject *grad) {
+    if (!grads->param->use_orig_params)
+        return 0;
+    Py_CLEAR(grads->watched); /* the former views are no longer watched */
+    if (!grads->param->sharded || grads->kind != GRAD_SHARDED) {
+        int result = expose_unsharded_grads(grads, grad);
+        return result < 0 || grads->kind != GRAD_SHARDED ? result : watch_exposed(grads, NO_PARAM);
+    }
     OWNED *pieces =
         PyObject_CallFunctionObjArgs(torch_names.split_with_sizes, grad, grads->shard_sizes, NULL);
     for (int64_t i = grads->param->num_params - 1; pieces && i >= 0; i--) {
@@ -534,36 +540,11 @@ static int expose_sharded_grads(struct grads *grads, PyObject *grad) {
     return pieces ? 0 : -1;
 }
 
-static int expose_grads(struct grads *grads, PyObject *grad) {
-    if (!grads->param->use_orig_params)
-        return 0;
-    Py_CLEAR(grads->watched); /* the former views are no longer watched */
-    if (grads->param->sharded && grads->kind == GRAD_SHARDED)
-        return expose_sharded_grads(grads, grad);
-    int result = expose_unsharded_grads(grads, grad);
-    return result < 0 || grads->kind != GRAD_SHARDED ? result : watch_exposed(grads, NO_PARAM);
-}
-
 /* Set flat_param.grad to the no_sync gradient without right padding. */
 static int expose_flat_unsharded(struct grads *grads) {
     /* a slice whose version counter starts at 0 */
     OWNED *grad = torch_part(grads->unsharded, 0, grads->param->layout.numel);
     return grad ? torch_set_foreign_grad(grads->param->tensor, grad) : -1;
-}
-
-static int expose_no_sync(struct grads *grads) {
-    bool exposed = grads->kind == GRAD_UNSHARDED && !grads->has_unexposed_grads;
-    grads->has_unexposed_grads = false;
-    if (exposed)
-        return 0; /* accumulated in place */
-    if (grads->kind == GRAD_UNSHARDED)
-        return expose_grads(grads, grads->unsharded);
-    if (grads_add_from_autograd(grads, &grads->saved_shard) < 0)
-        return -1;
-    int result = expose_flat_unsharded(grads);
-    if (grads_set_kind(grads, GRAD_UNSHARDED) < 0 || result < 0)
-        return -1;
-    return expose_grads(grads, grads->unsharded);
 }
 
 static int expose_reduced(struct grads *grads) {
@@ -600,17 +581,28 @@ int grads_mark_unexposed(struct grads *grads, int64_t index) {
     return requires_grad < 0 ? -1 : 0;
 }
 
+static int expose_no_sync(struct grads *grads) {
+    bool has_unexposed = grads->has_unexposed_grads;
+    grads->has_unexposed_grads = false;
+    if (grads->kind != GRAD_UNSHARDED) {
+        if (grads_add_from_autograd(grads, &grads->saved_shard) < 0)
+            return -1;
+        int result = expose_flat_unsharded(grads);
+        if (grads_set_kind(grads, GRAD_UNSHARDED) < 0 || result < 0)
+            return -1;
+    } else if (!has_unexposed) {
+        return 0; /* accumulated in place */
+    }
+    return expose_grads(grads, grads->unsharded);
+}
+
 int grads_expose(struct grads *grads) {
     grads->in_backward = grads->hooked = false;
     /* A backward that raised and was finalised by hand leaves part of a gradient: drop it. */
     Py_CLEAR(grads->pending);
     Py_CLEAR(grads->sum);
-    int result = 0;
     /* the shard reduced before no_sync stays in saved_shard until the next reduction */
-    if (grads->unsharded)
-        result = expose_no_sync(grads);
-    else if (grads->saved_shard)
-        result = expose_reduced(grads);
+    int result = grads->unsharded ? expose_no_sync(grads) : grads->saved_shard ? expose_reduced(grads) : 0;
     Py_CLEAR(grads->stashed);
     return result;
 }

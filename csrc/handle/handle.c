@@ -167,7 +167,7 @@ int handle_follow_flat_param(struct handle *handle) {
         return same_data < 0 ? -1 : 0;
     if (torch_leave_inference_mode(&inference_guard) < 0)
         return -1;
-    writeback_mark_copied(handle);
+    handle->writeback.copied = true;
     bool orig = handle->param.use_orig_params;
     int result = orig ? 0 : param_views_set_exposed(&handle->param_views, EXPOSED_NOTHING);
     if (!result)

@@ -15,7 +15,6 @@
 #include "handle/grads.h"
 #include "handle/param_views.h"
 #include "handle/storage.h"
-#include "handle/writeback.h"
 
 /* State of summon_full_params; summon.c. */
 struct summon {
@@ -25,6 +24,17 @@ struct summon {
     /* owned; the module dict that holds the flat parameter, or NULL */
     PyObject *flat_param_owner;
     PyObject *flat_param_name; /* owned; key of the flat parameter in that dict */
+};
+
+/* User edits of parameters and gradients; writeback.c. */
+struct writeback {
+    /* true if the shard was written on the current stream, or replaced, since the last
+     * writeback_pop_copied */
+    bool copied;
+    int64_t next_outside_shard; /* index of the last parameter outside the shard whose data was checked */
+    bool forward_writes;        /* true if some forward has written to its parameters in place */
+    /* number of forwards with and without gradients: see [Note: writes in a forward] in writeback.c */
+    int64_t num_forwards[2];
 };
 
 struct handle {
@@ -100,6 +110,17 @@ int handle_summon_grads(struct handle *handle);
 int handle_summon_grads_exit(struct handle *handle, bool writeback);
 
 /* ---- writeback.c: user edits of parameters and gradients. Return 0, or -1 with an exception ---- */
+
+bool writeback_pop_copied(struct handle *handle); /* return and clear `copied` */
+/* Write replaced Parameters to a new shard: see [Note: another shard]. Return 1 if the shard was replaced, in
+ * which case the caller calls handle_follow_flat_param; 0 if not, -1 with an exception. */
+int writeback_replace_shard(struct handle *handle);
+/* Return the number of visible writes to parameters, in-place writes and replaced Parameters alike; or -1. */
+int64_t writeback_count_writes(const struct handle *handle);
+/* Raise RuntimeError if a parameter outside this rank's shard was given data. Return 0 or -1. */
+int writeback_check_params_outside_shard(struct handle *handle);
+/* Raise AssertionError if a view was replaced while the storage stays unsharded. Return 0 or -1. */
+int writeback_check_views(struct handle *handle);
 
 /* Check and follow the flat parameter, then write back views and replaced Parameters. */
 int handle_writeback(struct handle *handle);

@@ -31,20 +31,19 @@ static PyObject *hook_functions(const struct grads *grads, PyObject *attribute) 
     return hooks == Py_None ? PyList_New(0) : PyMapping_Values(hooks);
 }
 
-static int has_hooks_in(const struct grads *grads, PyObject *attribute) {
-    OWNED *hooks = hooks_of(grads, attribute);
-    return !hooks ? -1 : hooks == Py_None ? 0 : PyObject_IsTrue(hooks);
-}
-
 /* Return 1 if there are hooks, 0 if not, -1 with an exception. Hooks found before may have been removed, so
  * the search is repeated. */
 static int has_hooks(struct grads *grads) {
     int registered = torch_hooks_registered_since(&grads->hooks_seen);
     if (registered < 0 || (!registered && !grads->has_param_hooks))
         return registered;
-    int result = has_hooks_in(grads, torch_names._backward_hooks);
-    if (!result)
-        result = has_hooks_in(grads, torch_names._post_accumulate_grad_hooks);
+    OWNED *on_gradient = hooks_of(grads, torch_names._backward_hooks);
+    OWNED *on_accumulated = hooks_of(grads, torch_names._post_accumulate_grad_hooks);
+    int result = !on_gradient || !on_accumulated ? -1
+                 : on_gradient == Py_None        ? 0
+                                                 : PyObject_IsTrue(on_gradient);
+    if (!result && on_accumulated != Py_None)
+        result = PyObject_IsTrue(on_accumulated);
     grads->has_param_hooks = result != 0;
     return result;
 }
@@ -125,6 +124,12 @@ static PyObject *call_gradient_hooks(struct grads *grads, PyObject *grad) {
     return grad;
 }
 
+/* ---- .grad during the hooks ---- */
+
+static PyObject *without_padding(const struct grads *grads, PyObject *padded) {
+    return PyObject_CallMethod(padded, "narrow", "iLL", 0, 0LL, (long long)grads->param->layout.numel);
+}
+
 static int call_accumulated_hooks(struct grads *grads) {
     OWNED *functions = hook_functions(grads, torch_names._post_accumulate_grad_hooks);
     for (Py_ssize_t i = 0; functions && i < PyList_Size(functions); i++) {
@@ -137,12 +142,6 @@ static int call_accumulated_hooks(struct grads *grads) {
                                     (PyObject *)Py_TYPE(value));
     }
     return functions ? 0 : -1;
-}
-
-/* ---- .grad during the hooks ---- */
-
-static PyObject *without_padding(const struct grads *grads, PyObject *padded) {
-    return PyObject_CallMethod(padded, "narrow", "iLL", 0, 0LL, (long long)grads->param->layout.numel);
 }
 
 static int expose_accumulated(struct grads *grads, PyObject *padded) {

@@ -122,26 +122,6 @@ static int read_comm_hook(struct grads *grads) {
 
 /* ---- packing ---- */
 
-/* Set reduce_input to cast(total) / predivide, or divide `total` in place if the dtypes agree. Steals
- * `total`. */
-static int divide_total(struct grads *grads, PyObject *total) {
-    const struct precision_copy *copy = grads->storage->copy;
-    struct tensor_view from;
-    PyObject *input = NULL;
-    if (tensor_view_of(total, &from) == 0)
-        input =
-            from.dtype == copy->reduce_kind ? Py_NewRef(total) : torch_empty_like(copy->reduce_input_like);
-    int result = input ? storage_apply(grads->storage, grads->storage->kernels->cast_divide, input, total,
-                                       grads->predivide, "pre-division of gradients")
-                       : -1;
-    if (result < 0)
-        Py_CLEAR(input);
-    else
-        ref_set(&grads->reduce_input, input);
-    Py_DECREF(total);
-    return result;
-}
-
 int grads_alloc_reduce_input(struct grads *grads) {
     ref_set(&grads->reduce_input, torch_empty_like(grads->storage->copy->reduce_input_like));
     return grads->reduce_input ? 0 : -1;
@@ -171,14 +151,15 @@ int grads_pack_on_side_stream(struct grads *grads, PyObject **packed) {
 }
 
 int grads_pack(struct grads *grads) {
-    PyObject **previous = grads_accumulator(grads), *total;
+    const struct precision_copy *copy = grads->storage->copy;
+    PyObject **previous = grads_accumulator(grads);
+    OWNED *total = NULL;
+    struct tensor_view from;
     if (read_comm_hook(grads) < 0)
         return -1;
     grads->unreduced = grads->hooked = false;
     if (*previous) {
-        if (grads->pending && add_received(grads, *previous) < 0)
-            return -1;
-        if (grads_unexpose_unsharded(grads) < 0)
+        if ((grads->pending && add_received(grads, *previous) < 0) || grads_unexpose_unsharded(grads) < 0)
             return -1;
         total = *previous;
         *previous = NULL;
@@ -191,7 +172,16 @@ int grads_pack(struct grads *grads) {
         Py_CLEAR(grads->pending);
         return result;
     }
-    return total ? divide_total(grads, total) : -1;
+    if (!total || tensor_view_of(total, &from) < 0)
+        return -1;
+    /* cast and divide, in place if the dtypes agree */
+    OWNED *input =
+        from.dtype == copy->reduce_kind ? Py_NewRef(total) : torch_empty_like(copy->reduce_input_like);
+    if (!input || storage_apply(grads->storage, grads->storage->kernels->cast_divide, input, total,
+                                grads->predivide, "pre-division of gradients") < 0)
+        return -1;
+    ref_set(&grads->reduce_input, Py_NewRef(input));
+    return 0;
 }
 
 int grads_accumulate_unsharded(struct grads *grads) {

@@ -82,7 +82,7 @@ static int writeback_full(struct handle *handle) {
     if (!full_is_copy(handle))
         return 0;
     /* Order this write before the all-gathers of a backward that follows, on other streams. */
-    writeback_mark_copied(handle);
+    handle->writeback.copied = true;
     return copy_own_part(handle, handle->storage.local_shard, handle->summon.full);
 }
 

@@ -1,12 +1,13 @@
-/* Writeback of user edits to the shard and the flat gradient, before the next all-gather. */
+/* Writeback: user edits of parameters and gradients between steps, applied to the shard and the flat gradient
+ * before the next unshard.
+ *
+ * Invariant: after handle_writeback the exposed Parameters point into the shard and are the objects in
+ * `params`. After handle_collect_user_grads the flat gradient contains the parameters' gradients. Replaced
+ * Parameters are written back while SHARDED, in-place writes to views while UNSHARDED. */
 #include "handle/handle.h"
 
 #include "torch/py_torch.h"
 #include "torch/tensor.h"
-
-void writeback_mark_copied(struct handle *handle) {
-    handle->writeback.copied = true;
-}
 
 bool writeback_pop_copied(struct handle *handle) {
     bool copied = handle->writeback.copied;

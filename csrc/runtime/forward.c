@@ -32,21 +32,6 @@ static bool input_is_ready(const struct unit *unit, PyObject *value, const struc
     return dtype && (dtype == unit->param_dtype || !dtype_is_known(view.dtype));
 }
 
-static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *kwargs,
-                             const struct handle *device_owner, bool cast) {
-    Py_ssize_t position = 0;
-    PyObject *key, *value;
-    bool ready = true;
-    for (Py_ssize_t i = 0; ready && i < PyTuple_Size(args); i++)
-        ready = input_is_ready(unit, PyTuple_GetItem(args, i), device_owner, cast);
-    while (ready && PyDict_Next(kwargs, &position, &key, &value)) {
-        Py_INCREF(value); /* user code in input_is_ready() may remove it from the dict */
-        ready = input_is_ready(unit, value, device_owner, cast);
-        Py_DECREF(value);
-    }
-    return ready;
-}
-
 /* Move and cast the inputs; *args and *kwargs become new references if anything changed. A root moves inputs,
  * also if all parameters belong to inner units. Roots cast with cast_root_forward_inputs, units with
  * parameters with cast_forward_inputs, as in FSDP1. */
@@ -58,7 +43,19 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
     bool casts_as_root = unit->is_root && options->cast_root_forward_inputs && !unit->evaluating;
     bool cast =
         unit->param_dtype && !is_full && (casts_as_root || (unit->handle && options->cast_forward_inputs));
-    if ((!device_owner && !cast) || inputs_are_ready(unit, *args, *kwargs, device_owner, cast))
+    bool ready = true;
+    Py_ssize_t position = 0;
+    PyObject *key, *value;
+    if (!device_owner && !cast)
+        return 0;
+    for (Py_ssize_t i = 0; ready && i < PyTuple_Size(*args); i++)
+        ready = input_is_ready(unit, PyTuple_GetItem(*args, i), device_owner, cast);
+    while (ready && PyDict_Next(*kwargs, &position, &key, &value)) {
+        Py_INCREF(value); /* user code in input_is_ready() may remove it from the dict */
+        ready = input_is_ready(unit, value, device_owner, cast);
+        Py_DECREF(value);
+    }
+    if (ready)
         return 0;
     OWNED *converted = PyObject_CallFunctionObjArgs(callbacks.convert_inputs, *args, *kwargs,
                                                     device_owner ? device_owner->param.device : Py_None,
@@ -74,22 +71,6 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
     return parsed ? 0 : -1;
 }
 
-/* Reshard a frozen unit, which has no post-backward, after the gradients of its inputs. */
-static int hook_frozen_inputs(struct unit *unit, PyObject *args, PyObject *kwargs) {
-    if (unit->reshard_hook || !torch_grad_enabled())
-        return 0;
-    OWNED *hook = hook_new(unit_reshard_only, unit, unit->object);
-    PyObject *removable =
-        hook ? PyObject_CallFunctionObjArgs(callbacks.hook_inputs, args, kwargs, hook, NULL) : NULL;
-    if (!removable)
-        return -1;
-    if (removable == Py_None)
-        Py_DECREF(removable);
-    else
-        unit->reshard_hook = removable;
-    return 0;
-}
-
 /* ---- outputs ---- */
 
 /* A unit's backward begins with the first gradient of its forward's outputs. */
@@ -100,43 +81,35 @@ static int add_hook(PyObject *hooks, PyObject *hook) {
     return key ? PyObject_SetItem(hooks, key, hook) : -1;
 }
 
-/* Insert a hook first: hooks run in the order of insertion. */
-static int add_hook_before_others(PyObject *hooks, PyObject *hook) {
-    OWNED *others = PyDict_Copy(hooks);
-    if (!others || ref_done(PyObject_CallMethod(hooks, "clear", NULL)) < 0 || add_hook(hooks, hook) < 0)
-        return -1;
-    return ref_done(PyObject_CallMethod(hooks, "update", "O", others));
-}
-
-/* Register a hook on a tensor without hooks, like Tensor.register_hook, but without its Python. */
-static int hook_first(PyObject *tensor, PyObject *hook) {
-    static PyObject *ordered_dict; /* owned, immortal */
-    if (!ordered_dict && !(ordered_dict = ref_find("collections", "OrderedDict")))
-        return -1;
-    OWNED *hooks = PyObject_CallNoArgs(ordered_dict);
-    if (!hooks || add_hook(hooks, hook) < 0 ||
-        PyObject_SetAttr(tensor, torch_names._backward_hooks, hooks) < 0)
-        return -1;
-    OWNED *grad_fn = PyObject_GetAttr(tensor, torch_names.grad_fn);
-    if (!grad_fn || grad_fn == Py_None)
-        return grad_fn ? 0 : -1;
-    return ref_done(PyObject_CallMethodObjArgs(grad_fn, torch_names._register_hook_dict, tensor, NULL));
-}
-
 static int hook_tensor(PyObject *tensor, PyObject *hook, int64_t *hooked) {
+    static PyObject *ordered_dict; /* owned, immortal */
+    const struct unit *unit = hook_target(hook);
     int requires_grad = torch_requires_grad(tensor);
     if (requires_grad <= 0)
         return requires_grad;
     OWNED *hooks = PyObject_GetAttr(tensor, torch_names._backward_hooks);
-    const struct unit *unit = hook_target(hook);
-    int result = -1;
-    if (hooks == Py_None)
-        result = hook_first(tensor, hook);
-    /* a tensor of an optional unit inside: the enclosing unit must unshard first */
-    else if (hooks)
-        result = unit && unit->optional.first ? add_hook_before_others(hooks, hook) : add_hook(hooks, hook);
+    if (!hooks)
+        return -1;
     (*hooked)++;
-    return result;
+    if (hooks == Py_None) { /* like Tensor.register_hook, but without its Python */
+        if (!ordered_dict && !(ordered_dict = ref_find("collections", "OrderedDict")))
+            return -1;
+        OWNED *own = PyObject_CallNoArgs(ordered_dict);
+        if (!own || add_hook(own, hook) < 0 || PyObject_SetAttr(tensor, torch_names._backward_hooks, own) < 0)
+            return -1;
+        OWNED *grad_fn = PyObject_GetAttr(tensor, torch_names.grad_fn);
+        if (!grad_fn || grad_fn == Py_None)
+            return grad_fn ? 0 : -1;
+        return ref_done(PyObject_CallMethodObjArgs(grad_fn, torch_names._register_hook_dict, tensor, NULL));
+    }
+    if (!unit || !unit->optional.first)
+        return add_hook(hooks, hook);
+    /* a tensor of an optional unit inside: the enclosing unit must unshard first, and hooks run in the order of
+     * insertion */
+    OWNED *others = PyDict_Copy(hooks);
+    if (!others || ref_done(PyObject_CallMethod(hooks, "clear", NULL)) < 0 || add_hook(hooks, hook) < 0)
+        return -1;
+    return ref_done(PyObject_CallMethod(hooks, "update", "O", others));
 }
 
 static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked);
@@ -266,9 +239,15 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
             return -1;
     }
     int trainable = is_trainable(unit);
-    if (trainable < 0)
-        return -1;
-    return trainable ? 0 : hook_frozen_inputs(unit, *args, *kwargs);
+    if (trainable || unit->reshard_hook || !torch_grad_enabled())
+        return trainable < 0 ? -1 : 0;
+    /* reshard a frozen unit, which has no post-backward, after the gradients of its inputs */
+    OWNED *hook = hook_new(unit_reshard_only, unit, unit->object);
+    OWNED *removable =
+        hook ? PyObject_CallFunctionObjArgs(callbacks.hook_inputs, *args, *kwargs, hook, NULL) : NULL;
+    if (removable && removable != Py_None)
+        unit->reshard_hook = Py_NewRef(removable);
+    return removable ? 0 : -1;
 }
 
 /* ---- post-forward ---- */
@@ -284,20 +263,15 @@ static int post_forward(struct unit *unit, PyObject **output) {
 
 /* ---- forward ---- */
 
-static int ensure_lazy_init(struct unit *unit) {
-    if (unit->runtime)
-        return 0;
-    OWNED *module = unit_module(unit);
-    if (module && callbacks_call(callbacks.lazy_init, module, NULL) < 0)
-        return -1;
-    if (unit->runtime)
-        return 0;
-    return RAISED(PyExc_RuntimeError, "unit %S: lazy initialisation did not bind a runtime", unit->name);
-}
-
 PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
-    if (ensure_lazy_init(unit) < 0)
-        return NULL;
+    if (!unit->runtime) {
+        OWNED *module = unit_module(unit);
+        if (module && callbacks_call(callbacks.lazy_init, module, NULL) < 0)
+            return NULL;
+        if (!unit->runtime)
+            return PyErr_Format(PyExc_RuntimeError, "unit %S: lazy initialisation did not bind a runtime",
+                                unit->name);
+    }
     struct runtime *runtime = unit->runtime;
     const struct handle *handle = unit->handle;
     if (unit->phase == PHASE_SUMMON_FULL_PARAMS ||

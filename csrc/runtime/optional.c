@@ -13,7 +13,7 @@
  * While open, an optional unit may run any number of times in any order; it issues no collective, and stays
  * unsharded. Nothing outside may depend on which of them ran or which parameters require a gradient on this
  * rank. Units inside an optional unit are optional too. Optional units have no place in the order of units
- * (order.h), and are neither prefetched nor validated.
+ * (order.c), and are neither prefetched nor validated.
  *
  * Invariants: an optional unit is in the list of its enclosing unit, which is not optional itself. Outside of
  * a step no unit is `open` or `reached`. */

@@ -1,4 +1,5 @@
-#include "runtime/order.h"
+/* Order in which units run. */
+#include "runtime/runtime.h"
 
 #include "torch/ref.h"
 
@@ -34,13 +35,9 @@ void order_set_validation(struct order *order, PyObject *validate) {
     ref_set(&order->validate, Py_NewRef(validate));
 }
 
-void order_clear_forwards(struct order *order) {
-    order->num_post = 0;
-}
-
 void order_next_iteration(struct order *order) {
     order->iteration++;
-    order_clear_forwards(order);
+    order->num_post = 0;
     CHECKED(order_check(order));
 }
 

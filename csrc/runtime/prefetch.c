@@ -112,19 +112,6 @@ int unit_prefetch_by_user(struct unit *unit) {
  * of 512 bytes. A block per unit would waste up to 1 MiB each, and two small blocks could not hold one large
  * unit. The input of a backward's last reduction uses the same memory, when no unit is unsharded any more. */
 
-/* Return the number of units unsharded at a time: in use, prefetched, and in forward held until the last use
- * is over. */
-static int64_t max_units_unsharded(const struct runtime *runtime) {
-    int64_t forward = 2, backward = 1;
-    FOR_EACH_UNIT(unit, runtime) {
-        if (unit->options.forward_prefetch)
-            forward = 2 + runtime->order.forward_prefetch_limit;
-        if (unit->options.backward_prefetch != PREFETCH_NONE)
-            backward = 1 + runtime->order.backward_prefetch_limit;
-    }
-    return forward > backward ? forward : backward;
-}
-
 static bool needs_storage(const struct unit *unit) {
     return unit->handle && storage_needs_alloc(&unit->handle->storage);
 }
@@ -162,12 +149,19 @@ static struct unit *next_largest(const struct runtime *runtime, struct unit *pre
 
 /* Collect the flat parameters whose storage is held at the same time in `held`. Return their number. */
 static int64_t collect_held(const struct runtime *runtime, struct unit **held) {
-    int64_t count = 0;
-    FOR_EACH_UNIT(unit, runtime)
+    int64_t count = 0, forward = 2, backward = 1;
+    /* units unsharded at a time: in use, prefetched, and in forward held until the last use is over */
+    FOR_EACH_UNIT(unit, runtime) {
+        if (unit->options.forward_prefetch)
+            forward = 2 + runtime->order.forward_prefetch_limit;
+        if (unit->options.backward_prefetch != PREFETCH_NONE)
+            backward = 1 + runtime->order.backward_prefetch_limit;
         if (needs_storage(unit) && stays_unsharded(unit))
             held[count++] = unit;
+    }
     struct unit *unit = NULL;
-    for (int64_t i = max_units_unsharded(runtime); i > 0 && (unit = next_largest(runtime, unit)); i--)
+    for (int64_t i = forward > backward ? forward : backward; i > 0 && (unit = next_largest(runtime, unit));
+         i--)
         FOR_EACH_FLAT_PARAM(part, unit)
             held[count++] = part;
     return count;

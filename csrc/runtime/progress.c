@@ -1,5 +1,6 @@
 #define _DEFAULT_SOURCE /* sigaction is not in C11 */
-#include "runtime/progress.h"
+/* Progress of this rank: names of phases and units, and the line of SIGUSR1. */
+#include "runtime/trace.h"
 
 #include <errno.h>
 #include <signal.h>

@@ -76,7 +76,7 @@ static int reset(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units; i++)
         reset_unit(runtime->units[i], &first);
     progress_leave(0); /* leave all phases */
-    order_clear_forwards(&runtime->order);
+    runtime->order.num_post = 0;
     keep_first_error(&first, schedule_flush(&runtime->schedule));
     runtime->callback_queued = false; /* Clear last: a concurrent forward waits for this flag. */
     if (!first)

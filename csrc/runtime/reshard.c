@@ -13,22 +13,6 @@ static int reshard_flat_params(struct unit *unit, bool free_storage) {
 
 /* ---- after a forward ---- */
 
-/* Reshard unless the backward needs the parameters. Parameters are freed without a backward too, as they
- * could be stale in the next forward. */
-static int reshard_after_forward(struct unit *part, const struct unit *unit) {
-    struct handle *handle = part->handle;
-    bool keeps = flat_param_stays_unsharded(&handle->param);
-    bool free_storage =
-        !unit->unsharded.saved_by_graph &&
-        (!handle->param.sharded || !unit->needs_pre_backward_unshard || (!unit->is_root && !keeps));
-    if (handle_writeback_forward(handle) < 0 || unit_reshard(part, free_storage) < 0)
-        return -1;
-    bool views_stay = keeps && !free_storage && torch_grad_enabled();
-    if (!views_stay && handle_expose_sharded(handle) < 0)
-        return -1;
-    return handle_set_training_state(handle, USE_IDLE);
-}
-
 int unit_reshard_after_forward(struct unit *unit) {
     if (unit->handle && unit->optional.enclosing) { /* the unit may run again, and issues no collective */
         FOR_EACH_FLAT_PARAM(part, unit)
@@ -39,9 +23,20 @@ int unit_reshard_after_forward(struct unit *unit) {
     } else if (unit->handle) {
         if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0)
             return -1;
-        FOR_EACH_FLAT_PARAM(part, unit)
-            if (reshard_after_forward(part, unit) < 0)
+        /* Reshard unless the backward needs the parameters. Parameters are freed without a backward too, as they
+         * could be stale in the next forward. */
+        FOR_EACH_FLAT_PARAM(part, unit) {
+            struct handle *handle = part->handle;
+            bool keeps = flat_param_stays_unsharded(&handle->param);
+            bool free_storage =
+                !unit->unsharded.saved_by_graph &&
+                (!handle->param.sharded || !unit->needs_pre_backward_unshard || (!unit->is_root && !keeps));
+            bool views_stay = keeps && !free_storage && torch_grad_enabled();
+            if (handle_writeback_forward(handle) < 0 || unit_reshard(part, free_storage) < 0 ||
+                (!views_stay && handle_expose_sharded(handle) < 0) ||
+                handle_set_training_state(handle, USE_IDLE) < 0)
                 return -1;
+        }
     }
     if (optional_end_forward(unit) < 0)
         return -1;

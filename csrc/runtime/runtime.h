@@ -19,12 +19,23 @@
 #include <stdint.h>
 
 #include "handle/handle.h"
-#include "runtime/order.h"
 #include "runtime/schedule.h"
 #include "runtime/unit.h"
 
 /* Leaves that a backward reaches: all of them, or only the inputs of backward(inputs=...). */
 enum backward_reach { REACH_UNKNOWN, REACH_ALL, REACH_INPUTS_ONLY };
+
+/* Order in which units run, as indices of the runtime's units; order.c. Each recorded unit knows its place in an
+ * order. */
+struct order {
+    int64_t *pre;  /* owned array; pre-forward order of the first iteration */
+    int64_t *post; /* owned array; post-forward order of this iteration */
+    int64_t num_units, num_pre, num_post;
+    int64_t capacity; /* capacity of `post`: a unit can be recorded twice */
+    int64_t iteration;
+    int64_t backward_prefetch_limit, forward_prefetch_limit; /* number of units to prefetch */
+    PyObject *validate; /* owned; called with a unit's index and the iteration; NULL without validation */
+};
 
 struct runtime {
     PyObject *object;       /* borrowed */
@@ -96,6 +107,18 @@ int runtime_check_forward_thread(const struct runtime *runtime);
 /* Begin a state dict call. Return 1, or 0 if nested in another one of this thread, or -1. */
 int runtime_begin_state_dict(struct runtime *runtime);
 void runtime_end_state_dict(struct runtime *runtime);
+
+/* ---- order.c ---- */
+
+/* Return 0, or -1 with MemoryError. Call order_fini in either case. */
+int order_init(struct order *order, int64_t num_units);
+void order_fini(struct order *order);
+/* Assert the invariant, and that of a unit's place, under FSDP_C_CHECK. */
+void order_check(const struct order *order);
+void order_check_place(const struct order *order, const struct order_place *place);
+void order_set_limits(struct order *order, int64_t backward, int64_t forward);
+void order_set_validation(struct order *order, PyObject *validate);
+void order_next_iteration(struct order *order);
 
 /* ---- prefetch.c. Return 0, or -1 with an exception ---- */
 

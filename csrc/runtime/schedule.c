@@ -116,7 +116,8 @@ static int record_received(struct schedule *schedule, struct grads *grads) {
     return stream_wait(&schedule->streams, STREAM_POST_BACKWARD, schedule->received);
 }
 
-/* Torch fills new memory in deterministic mode, on UNSHARD: the packing waits for that. */
+/* Allocate the reduction's input on UNSHARD, in the pool. Torch fills new memory in deterministic mode: the
+ * packing waits for that. */
 static int alloc_input_from_pool(struct schedule *schedule, struct grads *grads) {
     struct streams *streams = &schedule->streams;
     if (stream_enter(streams, STREAM_UNSHARD) < 0)
@@ -129,25 +130,20 @@ static int alloc_input_from_pool(struct schedule *schedule, struct grads *grads)
     return stream_wait(streams, STREAM_POST_BACKWARD, schedule->input_allocated);
 }
 
-/* Allocate the reduction's input, unless the stream that packs does. The pool may fail: torch's allocator
- * before 2.13 releases no cached memory of other pools there; then COMPUTE allocates. */
-static int alloc_input(struct schedule *schedule, struct grads *grads) {
-    if (schedule->input_owner == STREAM_POST_BACKWARD)
-        return 0;
-    if (schedule->input_owner == STREAM_UNSHARD) {
-        if (alloc_input_from_pool(schedule, grads) == 0)
-            return 0;
+static int pack_on_side_stream(struct schedule *schedule, struct grads *grads) {
+    if (release_packed(schedule) < 0)
+        return -1;
+    /* The pool may fail: torch's allocator before 2.13 releases no cached memory of other pools there; then
+     * COMPUTE allocates. */
+    if (schedule->input_owner == STREAM_UNSHARD && alloc_input_from_pool(schedule, grads) < 0) {
         if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
             return -1;
         PyErr_Clear();
         schedule->input_owner = STREAM_COMPUTE;
     }
-    return grads_alloc_reduce_input(grads);
-}
-
-static int pack_on_side_stream(struct schedule *schedule, struct grads *grads) {
-    if (release_packed(schedule) < 0 || alloc_input(schedule, grads) < 0 ||
-        record_received(schedule, grads) < 0 || stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
+    if (schedule->input_owner == STREAM_COMPUTE && grads_alloc_reduce_input(grads) < 0)
+        return -1;
+    if (record_received(schedule, grads) < 0 || stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
         return -1;
     int result = grads_pack_on_side_stream(grads, &schedule->packed_gradients);
     return leave(schedule, STREAM_POST_BACKWARD, &schedule->packed, result);
@@ -199,19 +195,6 @@ static int wait_for_reduction(struct schedule *schedule) {
     return reducing ? stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->reduced) : 0;
 }
 
-/* Make the streams that allocated the input wait for its readers. */
-static int release_input(struct schedule *schedule, bool is_hybrid) {
-    if (schedule->input_owner == STREAM_UNSHARD) {
-        if (!is_hybrid && record_reduced(schedule) < 0)
-            return -1;
-        return all_gathers_wait(schedule, is_hybrid ? schedule->scattered : schedule->reduced);
-    }
-    if (schedule->input_owner != STREAM_COMPUTE)
-        return 0;
-    return is_hybrid ? stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->scattered)
-                     : wait_for_reduction(schedule);
-}
-
 /* Return the stream of the reduction's last step. */
 static enum stream_role finishes_on(const struct schedule *schedule, const struct grads *grads) {
     bool is_hybrid = streams_are_real(&schedule->streams) && grads_reduce_twice(grads);
@@ -243,8 +226,16 @@ int schedule_finish_reduction(struct schedule *schedule, struct grads *grads) {
         schedule->reducing = streams_are_real(streams);
         stream_event_destroy(streams, &schedule->reduced);
     }
-    if (release_input(schedule, is_hybrid) < 0)
-        return -1;
+    /* make the streams that allocated the input wait for its readers */
+    if (schedule->input_owner == STREAM_UNSHARD) {
+        if ((!is_hybrid && record_reduced(schedule) < 0) ||
+            all_gathers_wait(schedule, is_hybrid ? schedule->scattered : schedule->reduced) < 0)
+            return -1;
+    } else if (schedule->input_owner == STREAM_COMPUTE) {
+        if ((is_hybrid ? stream_wait(streams, STREAM_COMPUTE, schedule->scattered)
+                       : wait_for_reduction(schedule)) < 0)
+            return -1;
+    }
     grads_reduce_release(grads);
     return schedule_set_reduction(schedule, REDUCTION_NONE, grads->param);
 }

@@ -112,7 +112,7 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->segments = Py_NewRef(spec->segments);
     unit->sync_gradients = unit->nesting.can_nest = true;
     unit->name_index = -1;
-    order_place_init(&unit->place, 0);
+    unit->place = (struct order_place){.unit = 0, .pre_forward = -1, .post_forward = -1};
     /* views -> node -> context -> unit -> views is a cycle through C++ objects, invisible to the garbage
      * collector. module_end breaks it when the module is freed, for the whole tree if that is the root. */
     unit->module_end = hook_new(on_module_end, unit, NULL);
@@ -137,7 +137,7 @@ int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index) {
     unit->is_root = index == 0;
     unit->runtime = runtime;
     unit->runtime_object = Py_NewRef(runtime->object);
-    order_place_init(&unit->place, index);
+    unit->place = (struct order_place){.unit = index, .pre_forward = -1, .post_forward = -1};
     return 0;
 }
 
@@ -197,6 +197,6 @@ int unit_remove_input_hooks(struct unit *unit) {
 int unit_end_step(struct unit *unit) {
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->inputs_only = false;
     unit->unsharded.prefetched = false;
-    order_place_end_step(&unit->place);
+    unit->place.post_forward = -1;
     return unit_set_phase(unit, PHASE_IDLE);
 }

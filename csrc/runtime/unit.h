@@ -12,7 +12,6 @@
 #include <stdint.h>
 
 #include "handle/handle.h"
-#include "runtime/order.h"
 #include "runtime/schedule.h"
 #include "runtime/trace.h"
 
@@ -48,6 +47,12 @@ struct unit_nesting {
     bool can_nest;        /* true if autograd must be queried for anchor_will_run */
     bool nested;          /* true if a backward nested in this one was seen */
     bool anchor_will_run; /* true if this backward runs the unit's anchor */
+};
+
+/* Places of a unit in the orders of its runtime; -1 if not recorded. */
+struct order_place {
+    int64_t unit; /* index of the unit */
+    int64_t pre_forward, post_forward;
 };
 
 /* Autograd node of a unit; node.c. */
@@ -259,6 +264,16 @@ void optional_reset(struct unit *enclosing);   /* close after an exception in a 
 /* Check that an optional unit may run, or may receive a gradient. Return 0, or -1 with RuntimeError. */
 int optional_check_forward(const struct unit *unit);
 int optional_check_backward(const struct unit *unit);
+
+/* ---- order.c ---- */
+
+struct order;
+void order_record_pre_forward(struct order *order, struct order_place *place);
+int order_record_post_forward(struct order *order, struct order_place *place); /* 0, or -1 with MemoryError */
+/* Return the unit `distance` places after this one in the first iteration, or before this one in this
+ * iteration; -1 if there is none. */
+int64_t order_after(const struct order *order, const struct order_place *place, int64_t distance);
+int64_t order_before(const struct order *order, const struct order_place *place, int64_t distance);
 
 /* ---- reduce.c, recover.c ---- */
 

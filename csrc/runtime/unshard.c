@@ -98,10 +98,8 @@ static int unshard_coalesced(struct unit *unit) {
     FOR_EACH_FLAT_PARAM(part, unit->next_segment)
         if (pre_unshard(part) < 0)
             return explain(part, false);
-    int result = begin_unshard(unit);
-    if (!result)
-        result = schedule_end_unshard(schedule, &unit->unsharded.mark, enqueue_coalesced(unit));
-    if (!result)
+    if (begin_unshard(unit) == 0 &&
+        schedule_end_unshard(schedule, &unit->unsharded.mark, enqueue_coalesced(unit)) == 0)
         return 0;
     FOR_EACH_FLAT_PARAM(part, unit)
         if (part->handle->storage.param_state == PARAM_SHARDED)

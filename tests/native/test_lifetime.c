@@ -205,8 +205,8 @@ static void build(enum sharding_strategy strategy, enum backward_prefetch backwa
             .options = {.backward_prefetch = backward_prefetch, .forward_prefetch = forward_prefetch},
             .is_root = i == 0,
             .sync_gradients = true,
+            .place = {.unit = i, .pre_forward = -1, .post_forward = -1},
             .name_index = -1};
-        order_place_init(&units[i].place, i);
         pointers[i] = &units[i];
     }
     call_log[0] = '\0';
@@ -254,7 +254,7 @@ static void end_backward(void) {
     for (int i = 0; i < UNITS; i++) {
         CHECK_EQUAL(handle_set_training_state(&handles[i], USE_IDLE), 0);
         units[i].unsharded.prefetched = false;
-        order_place_end_step(&units[i].place);
+        units[i].place.post_forward = -1;
     }
     order_next_iteration(&runtime.order);
 }
