@@ -33,10 +33,12 @@ from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 # [Note: exact arithmetic] Results must equal torch's bit for bit, so no product and sum may be fused.
+# No code reads the processor's floating-point exceptions: selects of floats may be vectorised.
 COMPILE_FLAGS = [
     "-std=c11",
     "-ffp-contract=off",
     "-fno-math-errno",
+    "-fno-trapping-math",
     "-fexceptions",
     "-fvisibility=hidden",
     "-pthread",

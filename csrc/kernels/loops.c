@@ -6,7 +6,7 @@
 
 /* ---- the versions ---- */
 
-#define FLOATS     4
+#define FLOATS     1
 #define LOOPS_NAME default
 #include "kernels/loops_body.h"
 

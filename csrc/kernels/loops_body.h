@@ -1,7 +1,7 @@
 /* One version of the loops. loops.c includes this file once per instruction set, and defines before:
  *
  *   LOOPS_NAME   the version's name, the end of its functions' names: V(name)
- *   FLOATS       number of fp32 elements of a vector: 4 for any processor, 8 with AVX2, 16 with AVX-512
+ *   FLOATS       number of fp32 elements of a vector: 1 for any processor, 8 with AVX2, 16 with AVX-512
  *
  * Elements after the last whole vector are processed one by one, with the same result. */
 
@@ -11,10 +11,14 @@
 #define STRING(name)       STRING_(name)
 #define STRING_(name)      #name
 
+#if FLOATS == 1
+typedef float V(vector);
+#else
 typedef float V(vector) __attribute__((vector_size(4 * FLOATS)));
 typedef uint32_t V(vector_bits) __attribute__((vector_size(4 * FLOATS)));
-#define floats     V(vector)
 #define float_bits V(vector_bits)
+#endif
+#define floats V(vector)
 
 /* ---- load, round and store of a vector, as convert.h does for one element ---- */
 
@@ -28,80 +32,33 @@ static inline void V(floats_store_float)(float *output, floats values) {
     memcpy(output, &values, sizeof values);
 }
 
-#if FLOATS == 4
-typedef uint16_t half_bits __attribute__((vector_size(8)));
-
-static inline float_bits V(select_bits)(float_bits mask, float_bits yes, float_bits no) {
-    return (mask & yes) | (~mask & no);
-}
-
-static inline float_bits V(bits_load)(const void *halves) {
-    half_bits bits;
-    memcpy(&bits, halves, sizeof bits);
-    return __builtin_convertvector(bits, float_bits);
-}
-
-static inline void V(bits_store_halves)(void *halves, float_bits bits) {
-    half_bits narrow = __builtin_convertvector(bits, half_bits);
-    memcpy(halves, &narrow, sizeof narrow);
-}
-
-static inline float_bits V(bfloat16_bits)(floats values) {
-    float_bits bits = (float_bits)values;
-    float_bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return V(select_bits)((float_bits)(values != values), (float_bits){0} + 0x7fc0u, rounded);
-}
-
-static inline floats V(floats_from_float16_bits)(float_bits half) {
-    float_bits sign = (half & 0x8000u) << 16;
-    float_bits shifted = (half & 0x7fffu) << 13;
-    float_bits exponent = shifted & 0x0f800000u;
-    float_bits normal = shifted + (112u << 23);
-    float_bits denormal = (float_bits)((floats)(normal + (1u << 23)) - float_of_bits(113u << 23));
-    float_bits finite = V(select_bits)((float_bits)(exponent == 0), denormal, normal);
-    float_bits magnitude =
-        V(select_bits)((float_bits)(exponent == 0x0f800000u), normal + (112u << 23), finite);
-    return (floats)(sign | magnitude);
-}
-
-static inline float_bits V(float16_bits)(floats values) {
-    float_bits bits = (float_bits)values;
-    float_bits magnitude = bits & 0x7fffffffu;
-    float_bits is_nan = (float_bits)(values != values);
-    float_bits special = V(select_bits)(is_nan, (float_bits){0} + 0x7e00u, (float_bits){0} + 0x7c00u);
-    float_bits denormal = (float_bits)((floats)magnitude + float_of_bits(126u << 23)) - (126u << 23);
-    float_bits normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    float_bits finite = V(select_bits)((float_bits)(magnitude < (113u << 23)), denormal, normal);
-    return ((bits >> 16) & 0x8000u) |
-           V(select_bits)((float_bits)(magnitude >= (143u << 23)), special, finite);
-}
-
+#if FLOATS == 1 /* the compiler makes the vectors */
 static inline floats V(floats_of)(float value) {
-    return (floats){value, value, value, value};
+    return value;
 }
 
 static inline floats V(floats_load_bfloat16)(const bfloat16 *input) {
-    return (floats)(V(bits_load)(input) << 16);
+    return float_from_bfloat16(*input);
 }
 
 static inline floats V(floats_load_float16)(const float16 *input) {
-    return V(floats_from_float16_bits)(V(bits_load)(input));
+    return float_from_float16(*input);
 }
 
 static inline floats V(floats_round_bfloat16)(floats values) {
-    return (floats)(V(bfloat16_bits)(values) << 16);
+    return float_from_bfloat16(bfloat16_from_float(values));
 }
 
 static inline floats V(floats_round_float16)(floats values) {
-    return V(floats_from_float16_bits)(V(float16_bits)(values));
+    return float_from_float16(float16_from_float(values));
 }
 
 static inline void V(floats_store_bfloat16)(bfloat16 *output, floats values) {
-    V(bits_store_halves)(output, V(bfloat16_bits)(values));
+    *output = bfloat16_from_float(values);
 }
 
 static inline void V(floats_store_float16)(float16 *output, floats values) {
-    V(bits_store_halves)(output, V(float16_bits)(values));
+    *output = float16_from_float(values);
 }
 
 #else
@@ -225,7 +182,7 @@ static inline void V(floats_store_float16)(float16 *output, floats values) {
 /* Process whole vectors, then the rest. Prefetching the next cache lines, above all those of the output, is
  * faster than memcpy beyond the caches. A prefetch past the end has no effect. */
 #define PREFETCH_NUMEL                 512
-#define PREFETCH(address, for_writing) __builtin_prefetch(address, for_writing)
+#define PREFETCH(address, for_writing) (FLOATS > 1 ? __builtin_prefetch(address, for_writing) : (void)0)
 
 /* Keep the compiler from vectorising the rest loops, which are shorter than a vector: most of the code
  * size. */
