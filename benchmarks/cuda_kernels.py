@@ -70,10 +70,6 @@ def cases(numel: int, device: str) -> list[Case]:
         packed("bf16", out16, grads16, 4),
         packed("bf16 -> fp32", out32, grads16, 6),
         packed("fp32 -> bf16", out16, grads32, 6),
-        Case(
-            "cast fp32 -> bf16", lambda: ops.cast_divide(fp32, 1.0, torch.bfloat16), fp32.bfloat16, 6 * numel
-        ),
-        Case("cast bf16 -> fp32", lambda: ops.cast_divide(bf16, 1.0, torch.float32), bf16.float, 6 * numel),
         Case("fp32 += bf16 / 2", lambda: ops.accumulate_shard(fp32, bf16, 2.0), accumulate, 10 * numel),
     ]
 

@@ -14,6 +14,7 @@ static _Thread_local const struct flat_param *viewed; /* flat parameter of the c
 
 /* Each alias has a version counter of its own, and no autograd metadata. */
 static void segment_views(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
+    enum { MAX_NDIM = 64 };
     OP_OWNED flat = op_tensor(stack[0]);
     const struct flat_param *param = viewed;
     StableListHandle views = NULL;
@@ -23,11 +24,13 @@ static void segment_views(StableIValue *stack, uint64_t num_inputs, uint64_t num
     OP_CALL(torch_abi.torch_new_list_reserve_size((size_t)param->num_params, &views));
     for (int64_t i = 0; i < param->num_params; i++) {
         const struct param_shape *shape = &param->param_shapes[i];
-        int64_t contiguous[OP_MAX_NDIM];
+        int64_t contiguous[MAX_NDIM], step = 1;
         AtenTensorHandle view = NULL;
-        OP_CHECK(shape->ndim <= OP_MAX_NDIM, "a parameter has %lld dimensions", (long long)shape->ndim);
-        if (!shape->strides)
-            op_contiguous_strides(shape->ndim, shape->sizes, contiguous);
+        OP_CHECK(shape->ndim <= MAX_NDIM, "a parameter has %lld dimensions", (long long)shape->ndim);
+        for (int64_t dim = shape->ndim - 1; dim >= 0; dim--) {
+            contiguous[dim] = step;
+            step *= shape->sizes[dim] > 0 ? shape->sizes[dim] : 1;
+        }
         OP_CALL(torch_abi.aoti_torch__reinterpret_tensor(
             flat, shape->ndim, shape->sizes, shape->strides ? shape->strides : contiguous,
             start + layout_param_offset(&param->layout, i), &view));
@@ -37,15 +40,9 @@ static void segment_views(StableIValue *stack, uint64_t num_inputs, uint64_t num
 }
 
 int flat_param_views_init(void) {
-    static const char *const schemas[] = {"segment_views(Tensor(a) flat) -> Tensor(a)[]"};
-    static const struct op_kernel kernels[] = {
-        {"CPU", "segment_views", segment_views},
-        {"CUDA", "segment_views", segment_views},
-        {"Meta", "segment_views", segment_views},
-    };
-    static struct op_library library = {
-        .schemas = schemas, .kernels = kernels, .num_schemas = 1, .num_kernels = 3};
-    return ops_register(&library);
+    static struct op ops[] = {
+        {"segment_views", "(Tensor(a) flat) -> Tensor(a)[]", segment_views, OP_ON_CPU_AND_CUDA, false}};
+    return ops_register(ops, sizeof ops / sizeof *ops);
 }
 
 PyObject *flat_param_views(const struct flat_param *param, PyObject *full) {

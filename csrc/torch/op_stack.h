@@ -74,12 +74,6 @@ static inline int64_t op_int(StableIValue slot) {
     return (int64_t)slot;
 }
 
-static inline double op_float(StableIValue slot) {
-    double value;
-    memcpy(&value, &slot, sizeof value);
-    return value;
-}
-
 /* A list argument. A Tensor[] owns its tensors from the start, read or not. */
 struct op_list {
     StableListHandle list; /* owned */
@@ -137,18 +131,14 @@ static inline void op_push(StableListHandle list, AtenTensorHandle *tensor) {
     OP_CALL(torch_abi.torch_list_push_back(list, op_move(tensor)));
 }
 
-enum { OP_MAX_NDIM = 64 };
-
 /* The properties of a tensor that kernels and shape checks use. Sizes and strides are borrowed from the
  * tensor. */
 struct op_operand {
     struct tensor_view view;
     int64_t numel;
-    int32_t dtype_code; /* torch's number of the dtype, for new tensors */
-    int32_t device_type;
+    int32_t dtype_code; /* torch's number of the dtype */
     int32_t device_index;
     bool is_contiguous;
-    int64_t traced_sizes[OP_MAX_NDIM]; /* view.sizes of a meta tensor */
 };
 
 static inline enum dtype op_dtype(int32_t code) {
@@ -161,67 +151,34 @@ static inline enum dtype op_dtype(int32_t code) {
     return code == torch_abi.aoti_torch_dtype_float64() ? DTYPE_FLOAT64 : DTYPE_OTHER;
 }
 
-/* Return a size that may be symbolic while a graph is traced. The dispatcher call makes the tracer specialise
- * on the size. */
-static inline int64_t op_traced_size(AtenTensorHandle tensor, int64_t dim) {
-    AtenTensorHandle reference = NULL;
-    OP_CALL(torch_abi.aoti_torch_new_tensor_handle(tensor, &reference));
-    StableIValue slots[2] = {op_move(&reference), (StableIValue)dim};
-    /* steals the reference */
-    OP_CALL(torch_abi.torch_call_dispatcher("aten::sym_size", "int", slots, TORCH_BUILD_VERSION));
-    return op_int(slots[0]);
+static inline bool op_is_meta(AtenTensorHandle tensor) {
+    int32_t device_type = 0;
+    OP_CALL(torch_abi.aoti_torch_get_device_type(tensor, &device_type));
+    return device_type == torch_abi.aoti_torch_device_type_meta();
 }
 
-/* Fill `operand`, which must not move afterwards: view.sizes may point into it. */
 static inline void op_read_operand(struct op_operand *operand, AtenTensorHandle tensor) {
-    int64_t ndim = 0;
-    memset(&operand->view, 0, sizeof operand->view);
+    int64_t ndim = 0, *sizes = NULL, *strides = NULL;
+    int32_t device_type = 0;
+    memset(operand, 0, sizeof *operand);
     OP_CALL(torch_abi.aoti_torch_get_dim(tensor, &ndim));
     OP_CALL(torch_abi.aoti_torch_get_dtype(tensor, &operand->dtype_code));
-    OP_CALL(torch_abi.aoti_torch_get_device_type(tensor, &operand->device_type));
+    OP_CALL(torch_abi.aoti_torch_get_device_type(tensor, &device_type));
     OP_CALL(torch_abi.aoti_torch_get_device_index(tensor, &operand->device_index));
     OP_CALL(torch_abi.aoti_torch_is_contiguous(tensor, &operand->is_contiguous));
-    operand->view.dtype = op_dtype(operand->dtype_code);
-    operand->view.device = tensor_device_of(operand->device_type);
-    operand->view.device_index = operand->device_index;
-    operand->view.ndim = (int32_t)ndim;
-    if (operand->device_type == torch_abi.aoti_torch_device_type_meta()) {
-        OP_CHECK(ndim <= OP_MAX_NDIM, "a tensor has %d dimensions, more than %d", (int)ndim, OP_MAX_NDIM);
-        operand->numel = 1;
-        for (int64_t d = 0; d < ndim; d++) {
-            operand->traced_sizes[d] = op_traced_size(tensor, d);
-            operand->numel *= operand->traced_sizes[d];
-        }
-        operand->view.sizes = operand->traced_sizes;
-    } else {
-        int64_t *sizes = NULL, *strides = NULL;
-        OP_CALL(torch_abi.aoti_torch_get_sizes(tensor, &sizes));
-        OP_CALL(torch_abi.aoti_torch_get_strides(tensor, &strides));
-        OP_CALL(torch_abi.aoti_torch_get_numel(tensor, &operand->numel));
-        operand->view.sizes = sizes;
-        operand->view.strides = strides;
+    OP_CALL(torch_abi.aoti_torch_get_sizes(tensor, &sizes));
+    OP_CALL(torch_abi.aoti_torch_get_strides(tensor, &strides));
+    OP_CALL(torch_abi.aoti_torch_get_numel(tensor, &operand->numel));
+    operand->view = (struct tensor_view){
+        .dtype = op_dtype(operand->dtype_code),
+        .device = tensor_device_of(device_type),
+        .device_index = operand->device_index,
+        .ndim = (int32_t)ndim,
+        .sizes = sizes,
+        .strides = strides,
+    };
+    if (device_type != torch_abi.aoti_torch_device_type_meta())
         OP_CALL(torch_abi.aoti_torch_get_data_ptr(tensor, &operand->view.data));
-    }
-}
-
-/* Write the strides of a contiguous tensor of `sizes`. */
-static inline void op_contiguous_strides(int64_t ndim, const int64_t *sizes, int64_t *strides) {
-    int64_t step = 1;
-    for (int64_t d = ndim - 1; d >= 0; d--) {
-        strides[d] = step;
-        step *= sizes[d] > 0 ? sizes[d] : 1;
-    }
-}
-
-/* Return a new contiguous tensor on the device of `like`. */
-static inline AtenTensorHandle op_empty(int64_t ndim, const int64_t *sizes, int32_t dtype_code,
-                                        const struct op_operand *like) {
-    int64_t strides[OP_MAX_NDIM];
-    AtenTensorHandle tensor = NULL;
-    op_contiguous_strides(ndim, sizes, strides);
-    OP_CALL(torch_abi.aoti_torch_empty_strided(ndim, sizes, strides, dtype_code, like->device_type,
-                                               like->device_index, &tensor));
-    return tensor;
 }
 
 #endif

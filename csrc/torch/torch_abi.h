@@ -36,7 +36,6 @@ typedef void (*boxed_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t 
     X(void, aoti_torch_grad_mode_set_enabled, (bool enabled))                                                              \
     X(void, aoti_torch_check, (bool condition, const char *function, const char *file, uint32_t line, const char *message)) \
     X(AOTITorchError, aoti_torch_delete_tensor_object, (AtenTensorHandle tensor))                                          \
-    X(AOTITorchError, aoti_torch_new_tensor_handle, (AtenTensorHandle tensor, AtenTensorHandle *new_tensor))               \
     X(AOTITorchError, aoti_torch_get_data_ptr, (AtenTensorHandle tensor, void **data))                                     \
     X(AOTITorchError, aoti_torch_get_storage_offset, (AtenTensorHandle tensor, int64_t *offset))                           \
     X(AOTITorchError, aoti_torch_get_dim, (AtenTensorHandle tensor, int64_t *ndim))                                        \
@@ -47,9 +46,6 @@ typedef void (*boxed_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t 
     X(AOTITorchError, aoti_torch_get_device_type, (AtenTensorHandle tensor, int32_t *device_type))                         \
     X(AOTITorchError, aoti_torch_get_device_index, (AtenTensorHandle tensor, int32_t *device_index))                       \
     X(AOTITorchError, aoti_torch_is_contiguous, (AtenTensorHandle tensor, bool *is_contiguous))                            \
-    X(AOTITorchError, aoti_torch_empty_strided,                                                                            \
-      (int64_t ndim, const int64_t *sizes, const int64_t *strides, int32_t dtype, int32_t device_type,                     \
-       int32_t device_index, AtenTensorHandle *tensor))                                                                    \
     X(AOTITorchError, aoti_torch__reinterpret_tensor,                                                                      \
       (AtenTensorHandle tensor, int64_t ndim, const int64_t *sizes, const int64_t *strides, int64_t storage_offset,        \
        AtenTensorHandle *new_tensor))                                                                                      \
@@ -60,8 +56,6 @@ typedef void (*boxed_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t 
     X(AOTITorchError, aoti_torch_library_def, (TorchLibraryHandle library, const char *schema))                            \
     X(AOTITorchError, torch_library_impl,                                                                                  \
       (TorchLibraryHandle library, const char *name, boxed_kernel kernel, uint64_t build_version))                         \
-    X(AOTITorchError, torch_call_dispatcher,                                                                               \
-      (const char *op, const char *overload, StableIValue *stack, uint64_t build_version))                                 \
     X(AOTITorchError, torch_new_list_reserve_size, (size_t size, StableListHandle *list))                                  \
     X(AOTITorchError, torch_list_size, (StableListHandle list, size_t *size))                                              \
     X(AOTITorchError, torch_list_get_item, (StableListHandle list, size_t index, StableIValue *item))                      \

@@ -222,8 +222,10 @@ def join_ranges(
     """
     if sources[0].device.type != "cpu":
         return _join_elsewhere(sources, ranges, counts, likes, shapes)
-    ndims, sizes = list(map(len, shapes)), list(itertools.chain.from_iterable(shapes))
-    joined: list[Tensor] = torch.ops.fsdp_c.join_ranges(sources, ranges, counts, likes, ndims, sizes)
+    joined = [
+        torch.empty(shape, dtype=like.dtype, device="cpu") for like, shape in zip(likes, shapes, strict=True)
+    ]
+    torch.ops.fsdp_c.join_ranges(joined, sources, ranges, counts)
     return joined
 
 
