@@ -46,12 +46,6 @@ class Holders(NamedTuple):
         groups = map(ranks_of, multi_rank_groups(self.shard, self.replicate))
         return frozenset({*groups, self.mesh_ranks, (dist.get_rank(),)} - {()})
 
-    def all_ranks(self) -> Ranks:
-        """Return all ranks that hold parts of the unit. Collective over ``replicate``."""
-        shard = ranks_of(self.shard)
-        together = [shard] if self.replicate is None else all_gather_objects(shard, self.replicate)
-        return self.mesh_ranks or tuple(sorted({rank for ranks in together for rank in ranks}))
-
 
 def ranks_of(group: dist.ProcessGroup) -> Ranks:
     return tuple(dist.get_process_group_ranks(group))
@@ -79,7 +73,10 @@ def group_of_model(model: nn.Module) -> dist.ProcessGroup | None:
     largest = max(found, key=lambda each: each.size)
     if largest.size >= world_size:
         return None
-    ranks = largest.all_ranks()
+    shards = [ranks_of(largest.shard)]
+    if largest.replicate is not None:
+        shards = all_gather_objects(shards[0], largest.replicate)
+    ranks = largest.mesh_ranks or tuple(sorted({rank for shard in shards for rank in shard}))
     groups = (group for each in found for group in (each.shard, each.replicate) if group is not None)
     if any(not {*ranks_of(group)} <= {*ranks} for group in groups):
         return None

@@ -11,8 +11,6 @@ from fsdp_c import _C
 from fsdp_c.sharding.sharded_module import is_sharded_module, unit_around
 from fsdp_c.sharding.wrap import unit_name
 
-__all__ = ["register_forward_method"]
-
 
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Make the method ``name`` of a wrapped module unshard parameters, as its forward does.

@@ -13,8 +13,6 @@ from fsdp_c.compat.upstream import NO_RESHARD_AFTER_FORWARD_STRATEGIES
 from fsdp_c.sharding.flat_param import FlatParameter
 from fsdp_c.sharding.sharded_module import ShardedModule, units_of
 
-__all__ = ["watch"]
-
 _roots: weakref.WeakKeyDictionary[ShardedModule, None] = weakref.WeakKeyDictionary()
 
 

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["OrderValidation"]
-
 
 class OrderValidation:
     """Checks the order of units. The runtime calls it with a unit's index before the unit's all-gather.
