@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fsdp_c.compat import installation, scripts
+from fsdp_c.compat import scripts
 from fsdp_c.tools import environment
 
 SPLIT_FROZEN = "--split-frozen"
@@ -57,15 +57,17 @@ def run(argv: Sequence[str]) -> int:
     flags = int(argv[:1] == [SPLIT_FROZEN])
     own = flags + (2 if argv[flags : flags + 1] == ["-m"] else 1)
     args = parser.parse_args(argv[:own])
-    if args.script is None and args.module is None:
+    rest = list(argv[own:])
+    if args.module is not None:
+        if not scripts.module_exists(args.module):
+            parser.error(f"no module {args.module!r} to run")
+        scripts.run_module(args.module, rest, args.split_frozen)
+    elif args.script is not None:
+        if not Path(args.script).is_file():
+            parser.error(f"no script {args.script!r} to run")
+        scripts.run_script(args.script, rest, args.split_frozen)
+    else:
         parser.error("name a SCRIPT, or -m MODULE")
-    start = scripts.run_script if args.module is None else scripts.run_module
-    try:
-        start(args.module or args.script, list(argv[own:]), args.split_frozen)
-    except (FileNotFoundError, ModuleNotFoundError) as error:
-        if installation.is_installed():  # raised by the script, not by its lookup
-            raise
-        parser.error(str(error))
     return 0
 
 

@@ -30,7 +30,7 @@ from fsdp_c.compat.errors import with_note
 from fsdp_c.compat.execution_order import ExecutionOrder
 from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
 from fsdp_c.compat.upstream import HandleShardingStrategy
-from fsdp_c.sharding import agreement, buffers, compiling, construction, grouping, materialization
+from fsdp_c.sharding import agreement, buffers, compiling, construction, flattening, materialization
 from fsdp_c.sharding.configuration import configure
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo
 from fsdp_c.sharding.optional import is_marked, optional_units
@@ -256,7 +256,7 @@ class FullyShardedDataParallel(ShardedModule):
 
     def _flatten(self, tree: Subtree, name: str, params: list[nn.Parameter]) -> None:
         """Create the unit in C over ``params``, with a segment for each further flat parameter."""
-        groups = grouping.groups_of(params, self._use_orig_params)
+        groups = flattening.groups_of(params, self._use_orig_params)
         handles = []
         for number, group in enumerate(groups):
             handle = FlatParamHandle.of_unit(self._config, group, tree, flat_param_name(number))

@@ -17,7 +17,7 @@ from fsdp_c.compat.upstream import (
     transformer_auto_wrap_policy,
     wrap,
 )
-from fsdp_c.sharding.grouping import split_frozen
+from fsdp_c.sharding.flattening import split_frozen
 
 __all__ = [
     "CustomPolicy",

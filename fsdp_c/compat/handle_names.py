@@ -18,6 +18,8 @@ from fsdp_c.compat.upstream import HandleShardingStrategy, HandleTrainingState, 
 from fsdp_c.sharding import flattening
 from fsdp_c.sharding.configuration import UnitConfig
 
+NOT_IN_SHARD = _ShardParamInfo(False, None, None, None, None)
+
 
 class FlatParamShardMetadata(NamedTuple):
     """Metadata of this rank's shard. ``param_offsets``: inclusive (start, end) offsets in each parameter."""
@@ -67,7 +69,8 @@ class HandleNames(_C.Handle):
 
     @property
     def _aligned_numel(self) -> int:
-        return flattening.aligned_numel(self._fwd_bwd_param_dtype, self._config.use_orig_params)
+        is_aligned = self._config.use_orig_params
+        return flattening.ALIGNMENT_NBYTES // self._fwd_bwd_param_dtype.itemsize if is_aligned else 0
 
     @property
     def _low_prec_param_dtype_specified(self) -> bool:
@@ -199,11 +202,12 @@ class HandleNames(_C.Handle):
         self, unsharded_start_idx: int, unsharded_end_idx: int
     ) -> tuple[_ShardParamInfo, ...]:
         """Return the part of each parameter in this inclusive range of the unsharded flat parameter."""
-        places = zip(self.layout.param_offsets, self.layout.param_numels, strict=True)
-        return tuple(
-            flattening.part_in_range(start, start + numel - 1, unsharded_start_idx, unsharded_end_idx)
-            for start, numel in places
-        )
+        found = []
+        for offset, numel in zip(self.layout.param_offsets, self.layout.param_numels, strict=True):
+            start, end = max(offset, unsharded_start_idx), min(offset + numel - 1, unsharded_end_idx)
+            held = (start - unsharded_start_idx, end - start + 1, start - offset, end - offset)
+            found.append(_ShardParamInfo(True, *held) if start <= end else NOT_IN_SHARD)
+        return tuple(found)
 
     def _get_unflat_views_aligned(self, tensor: Tensor | None = None) -> list[Tensor]:
         """Return the parameters as views of ``tensor``, an unsharded flat parameter (default: the own one)."""

@@ -11,29 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fsdp_c.compat.installation import install, is_installed
-from fsdp_c.sharding import grouping
+from fsdp_c.sharding import flattening
 
 
 def run_script(path: str, args: list[str], split_frozen: bool = False) -> None:
     """Install fsdp_c and run the script at ``path`` as ``python path *args``. Spawned processes do the same.
 
-    ``split_frozen`` applies ``fsdp_c.wrap.split_frozen`` to all units. Raises FileNotFoundError for a missing
-    script.
+    ``split_frozen`` applies ``fsdp_c.wrap.split_frozen`` to all units.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no script {path!r} to run")
     _start(path, args, split_frozen, str(Path(path).resolve().parent))
     runpy.run_path(path, run_name="__main__")
 
 
 def run_module(name: str, args: list[str], split_frozen: bool = False) -> None:
-    """Install fsdp_c and run module ``name`` as ``python -m name *args``. Spawned processes do the same.
-
-    ``split_frozen`` applies ``fsdp_c.wrap.split_frozen`` to all units. Raises ModuleNotFoundError for a
-    missing module.
-    """
-    if not module_exists(name):
-        raise ModuleNotFoundError(f"no module {name!r} to run", name=name)
+    """Install fsdp_c and run module ``name`` as ``python -m name *args``, like ``run_script``."""
     _start(name, args, split_frozen, str(Path.cwd()))
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
@@ -52,7 +43,7 @@ def module_exists(name: str) -> bool:
 
 
 def _install(split_frozen: bool) -> None:
-    grouping.splits_by_default = split_frozen
+    flattening.splits_by_default = split_frozen
     install()
 
 
@@ -72,7 +63,7 @@ class _Installation:
     """
 
     def __reduce__(self) -> tuple[Callable[[bool], None], tuple[bool]]:
-        return _install, (grouping.splits_by_default,)
+        return _install, (flattening.splits_by_default,)
 
 
 @functools.cache

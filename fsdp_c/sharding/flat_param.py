@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from fsdp_c import _C
 from fsdp_c.compat.errors import IGNORED_AND_TRAINED
-from fsdp_c.compat.handle_names import HandleNames
+from fsdp_c.compat.handle_names import NOT_IN_SHARD, HandleNames
 from fsdp_c.compat.upstream import (
     FSDPExtensions,
     HandleShardingStrategy,
@@ -26,7 +26,6 @@ from fsdp_c.sharding.flattening import (
     check_uniform,
     is_truly_contiguous,
     own_part,
-    shard_param_infos,
     without_gaps,
 )
 from fsdp_c.sharding.traversal import FLAT_PARAM, ParamInfo, Subtree, clean_name, joined, unwrapped
@@ -455,7 +454,10 @@ def _describe(flat_param: FlatParameter, layout: _C.FlatLayout, dense: list[torc
     flat_param._unpadded_unsharded_size = torch.Size((layout.numel,))
     flat_param._sharded_size = torch.Size((layout.shard_numel,))
     flat_param._shard_numel_padded = layout.shard_numel_padded
-    flat_param._shard_param_infos = shard_param_infos(layout)
+    flat_param._shard_param_infos = tuple(
+        _ShardParamInfo(True, offset, numel, start, start + numel - 1) if is_held else NOT_IN_SHARD
+        for is_held, offset, numel, start in layout.shard_ranges()
+    )
     flat_param._params = flat_param._shared_params = flat_param._is_grad_none_mask = None
     flat_param._post_backward_called = False
     flat_param._fsdp_flattened = True

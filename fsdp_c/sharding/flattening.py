@@ -1,15 +1,55 @@
-"""Flattening: concatenates a unit's parameters and copies this rank's shard of them."""
+"""Flattening: groups a unit's parameters by flat parameter and copies this rank's shard of each group."""
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import nn
 
 from fsdp_c import _C
 from fsdp_c.compat.errors import IGNORED_AND_TRAINED, first_names
-from fsdp_c.compat.upstream import _ShardParamInfo
 
-ALIGNMENT_NBYTES = 16
+ALIGNMENT_NBYTES = 16  # of each parameter, with use_orig_params
 PADDING_VALUE = 42.0  # recognizable in a debugger; never visible in a user's tensor
+
+splits_by_default = False  # set by ``python -m fsdp_c --split-frozen``
+_splits_frozen = contextvars.ContextVar("_splits_frozen", default=False)
+
+
+@contextlib.contextmanager
+def split_frozen() -> Iterator[None]:
+    """Put frozen parameters into flat parameters of their own, for units built in the body.
+
+    Applies with ``use_orig_params=True`` too. Frozen parameters then cost no gradient memory, packing,
+    reduction or offload. State dicts keep their names and shapes. Results are bitwise equal on two ranks
+    without clipping; norms, and sums over more ranks, are added in another order. ``python -m fsdp_c
+    --split-frozen`` does the same for unmodified scripts. All ranks must build alike.
+    """
+    token = _splits_frozen.set(True)
+    try:
+        yield
+    finally:
+        _splits_frozen.reset(token)
+
+
+def splits_frozen() -> bool:
+    """Return True under ``split_frozen`` or ``--split-frozen``."""
+    return _splits_frozen.get() or splits_by_default
+
+
+def groups_of(params: Iterable[nn.Parameter], use_orig_params: bool) -> list[list[nn.Parameter]]:
+    """Split ``params`` by dtype and ``requires_grad``, one group per flat parameter.
+
+    Trainable groups come first, integer groups last. With ``use_orig_params`` and without ``split_frozen``,
+    parameters of one dtype form a single group even if some are frozen.
+    """
+    groups: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
+    for param in params:
+        groups.setdefault((param.requires_grad, param.dtype), []).append(param)
+    if not splits_frozen() and use_orig_params and len({dtype for _, dtype in groups}) == 1:
+        return [list(params)]
+    return [groups[key] for key in sorted(groups, key=lambda key: (not key[0], not key[1].is_floating_point))]
 
 
 def check_uniform(
@@ -79,11 +119,6 @@ def memory_order(dense: torch.Tensor) -> torch.Tensor:
     )
 
 
-def aligned_numel(compute_dtype: torch.dtype, use_orig_params: bool) -> int:
-    """Return the alignment of a unit's parameters in elements; 0 for none."""
-    return ALIGNMENT_NBYTES // compute_dtype.itemsize if use_orig_params else 0
-
-
 def own_part(params: Sequence[torch.Tensor], layout: _C.FlatLayout) -> torch.Tensor:
     """Return this rank's shard of the flattened parameters, 1-D, of ``layout.shard_numel`` elements.
 
@@ -109,24 +144,3 @@ def own_part(params: Sequence[torch.Tensor], layout: _C.FlatLayout) -> torch.Ten
 def _fill(shard: torch.Tensor, start: int, end: int, value: float) -> None:
     if start < end:
         shard.narrow(0, start, end - start).fill_(value)
-
-
-_NOT_IN_SHARD = _ShardParamInfo(False, None, None, None, None)
-
-
-def shard_param_infos(layout: _C.FlatLayout) -> tuple[_ShardParamInfo, ...]:
-    return tuple(
-        _ShardParamInfo(True, offset, numel, start, start + numel - 1) if in_shard else _NOT_IN_SHARD
-        for in_shard, offset, numel, start in layout.shard_ranges()
-    )
-
-
-def part_in_range(start: int, last: int, range_start: int, range_last: int) -> _ShardParamInfo:
-    """Return the intersection of a parameter at [start, last] with a shard at [range_start, range_last].
-
-    All bounds are inclusive.
-    """
-    begin, end = max(start, range_start), min(last, range_last)
-    if begin > end:
-        return _NOT_IN_SHARD
-    return _ShardParamInfo(True, begin - range_start, end - begin + 1, begin - start, end - start)

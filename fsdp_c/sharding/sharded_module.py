@@ -215,7 +215,7 @@ class ShardedModule(nn.Module, _FSDPState):
 class Segment(ShardedModule):
     """A further flat parameter of a unit, for parameters of another dtype or ``requires_grad``.
 
-    The unit owns the first group of ``grouping.groups_of``; each further group is a segment around the same
+    The unit owns the first group of ``flattening.groups_of``; each further group is a segment around the same
     module. Traversals list segments after their unit. A segment has its own handle, FQNs and state; other
     attributes delegate to the unit. C unshards and reshards segments together with their unit.
     """

@@ -20,7 +20,7 @@ from fsdp_c.compat.upstream import (
     _wrap_module_cls_individually,
 )
 from fsdp_c.sharding.compiling import modules_by_compiled
-from fsdp_c.sharding.grouping import groups_of, splits_frozen
+from fsdp_c.sharding.flattening import groups_of, splits_frozen
 from fsdp_c.sharding.traversal import Homes, Subtree, auto_wrapping, joined
 
 Policy = _Policy | Callable[..., bool]

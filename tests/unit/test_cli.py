@@ -15,7 +15,7 @@ import torch
 import fsdp_c
 from fsdp_c import cli
 from fsdp_c.compat import installation, upstream
-from fsdp_c.sharding import grouping
+from fsdp_c.sharding import flattening
 from fsdp_c.tools import environment
 from tests.processes import ROOT, run_python
 
@@ -130,12 +130,12 @@ def test_module_is_run_as_python_runs_it(
     (tmp_path / "package" / "train.py").write_text(FAILING)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(grouping, "splits_by_default", False)
+    monkeypatch.setattr(flattening, "splits_by_default", False)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     try:
         with pytest.raises(ModuleNotFoundError, match="No module named 'nowhere'"):
             cli.main(["run", "--split-frozen", "-m", "package.train", "--lr", "1"])
-        assert installation.is_installed() and grouping.splits_frozen()
+        assert installation.is_installed() and flattening.splits_frozen()
     finally:
         installation.uninstall()
         sys.modules.pop("package", None)
