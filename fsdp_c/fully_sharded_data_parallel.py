@@ -68,7 +68,7 @@ from fsdp_c.training import (
     grad_clipping,
     misuse_checks,
     optimizer_steps,
-    tree,
+    tensor_containers,
     unshard_params,
 )
 from fsdp_c.training.order_validation import OrderValidation
@@ -295,8 +295,14 @@ class FullyShardedDataParallel(ShardedModule):
 
     def _init_tree(self, alone: bool) -> None:
         modules = cast("list[tuple[str, FullyShardedDataParallel]]", units_with_paths(self))
-        if isinstance(torch.empty(0, device="cpu"), FakeTensor):
-            _refuse_real_parameters([module for _, module in modules])
+        if isinstance(torch.empty(0, device="cpu"), FakeTensor):  # would remain in a real model
+            for _, module in modules:
+                if module._flat_param is not None and not is_fake(module._flat_param):
+                    raise RuntimeError(
+                        f"rank {module.rank}, unit {unit_name(module.module)}: its parameters are real, but "
+                        "its first forward runs under FakeTensorMode. Create the model under that mode too, "
+                        "or run a real forward first"
+                    )
         error = None
         try:
             _check_tree(self, modules)
@@ -684,7 +690,35 @@ def _low_precision_dtype(hook: object) -> torch.dtype | None:
 def _check_tree(root: FullyShardedDataParallel, modules: list[tuple[str, FullyShardedDataParallel]]) -> None:
     """Raise unless ``modules`` can run now as the tree of ``root`` on this rank."""
     for path, module in modules:
-        _check_ready(module, clean_path(path) or type(root.module).__name__, is_root=module is root)
+        where = f"FSDP unit {clean_path(path) or type(root.module).__name__!r} on rank {module.rank}"
+        if module is not root and module._decided_is_root:
+            raise AssertionError(
+                f"Non-root FSDP instance's `_is_root` should not have been set yet: {where} is already the root "
+                "of a tree of its own. Run the outermost unit first, or wrap before the first forward"
+            )
+        module._assert_state(TrainingState.IDLE)
+        if module._flat_param is None:
+            continue
+        device = module._flat_param.device
+        if not module._device_handle.is_available():
+            raise RuntimeError(
+                f"FSDP does not support CPU only execution of a module for {module.compute_device}, which is not "
+                f"available here: {where}"
+            )
+        if hasattr(module._flat_param, "_in_backward_optimizers"):
+            raise RuntimeError(
+                f"FSDP optimizer in backward only supported with use_orig_params=True! {where} has one"
+            )
+        if module.cpu_offload.offload_params and device.type != "cpu":
+            raise RuntimeError(
+                "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
+                f"{device}. Make sure to not move the module from CPU when offloading parameters: {where}"
+            )
+        if not module.cpu_offload.offload_params and device != module.compute_device:
+            raise RuntimeError(
+                f"An FSDP-managed module unexpectedly has parameters on {device}. Make sure to move "
+                f"the module to {module.compute_device} before training: {where}"
+            )
     if is_marked(root.module):
         raise ValueError(
             f"the outermost unit, {type(root.module).__name__} on rank {root.rank}, is marked by "
@@ -695,52 +729,6 @@ def _check_tree(root: FullyShardedDataParallel, modules: list[tuple[str, FullySh
         if len(values) > 1:
             found = ", ".join(f"{value} in {path or 'the root'!r}" for value, path in values.items())
             raise ValueError(f"Expects one homogeneous value for {setting} but got {found}")
-
-
-def _check_ready(module: FullyShardedDataParallel, name: str, is_root: bool) -> None:
-    """Raise unless ``module``, named ``name`` in errors, can join a tree of units now."""
-    where = f"FSDP unit {name!r} on rank {module.rank}"
-    if not is_root and module._decided_is_root:
-        raise AssertionError(
-            f"Non-root FSDP instance's `_is_root` should not have been set yet: {where} is already the root "
-            "of a tree of its own. Run the outermost unit first, or wrap before the first forward"
-        )
-    module._assert_state(TrainingState.IDLE)
-    handle = module._handle
-    if handle is None:
-        return
-    if not module._device_handle.is_available():
-        raise RuntimeError(
-            f"FSDP does not support CPU only execution of a module for {module.compute_device}, which is not "
-            f"available here: {where}"
-        )
-    flat_param = handle.flat_param
-    if hasattr(flat_param, "_in_backward_optimizers"):
-        raise RuntimeError(
-            f"FSDP optimizer in backward only supported with use_orig_params=True! {where} has one"
-        )
-    if module.cpu_offload.offload_params and flat_param.device.type != "cpu":
-        raise RuntimeError(
-            "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
-            f"{flat_param.device}. Make sure to not move the module from CPU when offloading parameters: "
-            f"{where}"
-        )
-    if not module.cpu_offload.offload_params and flat_param.device != module.compute_device:
-        raise RuntimeError(
-            f"An FSDP-managed module unexpectedly has parameters on {flat_param.device}. Make sure to move "
-            f"the module to {module.compute_device} before training: {where}"
-        )
-
-
-def _refuse_real_parameters(modules: list[FullyShardedDataParallel]) -> None:
-    """Raise under FakeTensorMode for real parameters: fake tensors would remain in a real model."""
-    for module in modules:
-        if module._handle is not None and not is_fake(module._handle.flat_param):
-            raise RuntimeError(
-                f"rank {module.rank}, unit {unit_name(module.module)}: its parameters are real, but "
-                "its first forward runs under FakeTensorMode. Create the model under that mode too, "
-                "or run a real forward first"
-            )
 
 
 def _param_names(path: str, module: ShardedModule) -> list[str]:
@@ -796,9 +784,9 @@ def _orig_params_hidden(module: ShardedModule) -> Iterator[None]:
 
 _C.bind_callbacks(
     lazy_init=FullyShardedDataParallel._lazy_init,
-    convert_inputs=tree.convert_inputs,
-    hook_inputs=tree.hook_inputs,
-    tensors_of=tree.tensors_of,
+    convert_inputs=tensor_containers.convert_inputs,
+    hook_inputs=tensor_containers.hook_inputs,
+    tensors_of=tensor_containers.tensors_of,
     check_ddp=misuse_checks.check_ddp,
     cast_buffers_for_mode=FullyShardedDataParallel._cast_buffers_for_mode,
     step_in_backward=FlatParamHandle.step_in_backward,

@@ -431,10 +431,10 @@ def move_offloaded(fsdp: Implementation) -> None:
         model = fsdp.wrap(Net())
         model._handle._offload_params, model._handle.flat_param = True, flat_param
         model(X)
-    unit = types.SimpleNamespace(rank=1, _is_root=None, _handle=types.SimpleNamespace(flat_param=flat_param))
+    unit = types.SimpleNamespace(rank=1, module=Net(), _flat_param=flat_param)
     unit._device_handle = types.SimpleNamespace(is_available=lambda: True)
     unit.cpu_offload, unit._assert_state = CPUOffload(True), lambda state: None
-    fully_sharded_data_parallel._check_ready(unit, "Net", is_root=True)
+    fully_sharded_data_parallel._check_tree(unit, [("", unit)])
 
 
 def attach_optimizer(fsdp: Implementation) -> None:

@@ -18,16 +18,29 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_c.compat import upstream
 
 
-def _map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply ``fn`` to all tensors in ``value``. Containers without a changed tensor are returned as is."""
+def _map(
+    fn: Callable[[torch.Tensor], torch.Tensor], value: Any, copies: bool = False, copies_empty: bool = False
+) -> Any:
+    """Apply ``fn`` to all tensors in ``value``. Containers without a changed tensor are returned as is.
+
+    With ``copies``, lists and dicts in ``value``, and in its tuples, lists and dicts, are copied in any case,
+    empty ones only with ``copies_empty``.
+    """
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, PackedSequence):
         return value._replace(data=fn(value.data))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _rebuilt(value, tuple(_map(fn, item) for item in value), lambda items: type(value)(*items))
+    if copies and isinstance(value, list | dict) and (value or copies_empty):
+        copied = copy.copy(value)
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            copied[key] = _map(fn, item, copies, copies_empty)
+        return copied
     if isinstance(value, tuple | list | set):
-        return _rebuilt(value, [_map(fn, item) for item in value], type(value))
+        is_deep = copies and isinstance(value, tuple)
+        items = [_map(fn, item, is_deep, copies_empty) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
         changed = {key: new for key, old in value.items() if (new := _map(fn, old)) is not old}
         if not changed:
@@ -41,10 +54,6 @@ def _map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         changed = {name: new for name, old in fields.items() if (new := _map(fn, old)) is not old}
         return dataclasses.replace(value, **changed) if changed else value
     return value
-
-
-def _rebuilt(value: Any, items: Iterable[object], build: Callable[[Any], Any]) -> Any:
-    return value if all(new is old for new, old in zip(items, value, strict=True)) else build(items)
 
 
 def convert_inputs(
@@ -63,28 +72,9 @@ def convert_inputs(
             tensor = tensor.to(dtype)
         return tensor
 
-    args, kwargs = _map(convert, args), _map(convert, kwargs)
     casts = dtype is not None
-    if casts or upstream.copies_containers_of_inputs():
-        return _with_own_containers(args, casts), {
-            k: _with_own_containers(v, casts) for k, v in kwargs.items()
-        }
-    return args, kwargs
-
-
-def _with_own_containers(value: Any, empty_ones: bool) -> Any:
-    """Return ``value`` with its nested lists and dicts copied; empty ones only if ``empty_ones``."""
-    if isinstance(value, tuple) and not isinstance(value, PackedSequence):
-        items = tuple(_with_own_containers(item, empty_ones) for item in value)
-        return _rebuilt(
-            value, items, lambda new: type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
-        )
-    if not isinstance(value, list | dict) or not (value or empty_ones):
-        return value
-    copied = copy.copy(value)
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        copied[key] = _with_own_containers(item, empty_ones)
-    return copied
+    copies = casts or upstream.copies_containers_of_inputs()
+    return _map(convert, args, copies, casts), _map(convert, kwargs, copies, casts)
 
 
 def tensors_of(output: object) -> list[torch.Tensor]:

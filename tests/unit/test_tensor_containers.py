@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from fsdp_c.training import tree
+from fsdp_c.training import tensor_containers
 
 
 @dataclasses.dataclass
@@ -66,14 +66,17 @@ def test_tensors_are_found_in_every_kind_of_container():
         odd,
         Opaque([one]),
     ):
-        assert ids(tree.tensors_of(output)) == [id(one)], type(output)
-    assert ids(tree.tensors_of(collections.OrderedDict(a=Slotted(Record(one))))) == [id(one)]
-    assert ids(tree.tensors_of(packed)) == [id(packed.data)]
+        assert ids(tensor_containers.tensors_of(output)) == [id(one)], type(output)
+    assert ids(tensor_containers.tensors_of(collections.OrderedDict(a=Slotted(Record(one))))) == [id(one)]
+    assert ids(tensor_containers.tensors_of(packed)) == [id(packed.data)]
 
 
 def test_tensors_without_gradient_and_parameters_of_modules_are_not_outputs():
     assert (
-        tree.tensors_of([torch.ones(1), "text", 3, None, Opaque(torch.ones(1)), nn.Linear(1, 1), len]) == []
+        tensor_containers.tensors_of(
+            [torch.ones(1), "text", 3, None, Opaque(torch.ones(1)), nn.Linear(1, 1), len]
+        )
+        == []
     )
 
 
@@ -81,13 +84,13 @@ def test_a_tensor_seen_twice_is_found_once_and_cycles_end():
     one = leaf()
     loop = Opaque(one)
     loop.again = loop
-    assert ids(tree.tensors_of([one, one, loop])) == [id(one)]
+    assert ids(tensor_containers.tensors_of([one, one, loop])) == [id(one)]
 
 
 def test_inputs_that_need_nothing_are_returned_as_they_are_since_torch_2_14(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.14.0+cpu")
     args, kwargs = (torch.ones(1), [1, torch.ones(1)]), {"x": Record(torch.ones(1))}
-    new_args, new_kwargs = tree.convert_inputs(args, kwargs, torch.device("cpu"), None)
+    new_args, new_kwargs = tensor_containers.convert_inputs(args, kwargs, torch.device("cpu"), None)
     assert new_args is args and new_kwargs is kwargs
 
 
@@ -97,7 +100,9 @@ def shared_after(version, dtype, monkeypatch):
     """
     monkeypatch.setattr(torch, "__version__", version)
     one, empty, record = [torch.ones(1), Pair(1, {"x": [3]})], [], Record(torch.ones(1, dtype=torch.int64))
-    (new, other), kwargs = tree.convert_inputs((one, empty), {"record": record}, torch.device("cpu"), dtype)
+    (new, other), kwargs = tensor_containers.convert_inputs(
+        (one, empty), {"record": record}, torch.device("cpu"), dtype
+    )
     assert new == one and other == empty and new[0] is one[0]
     return new is one, new[1].second is one[1].second, other is empty, kwargs["record"] is record
 
@@ -116,7 +121,9 @@ def test_copied_containers_keep_their_class(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.10.0")
     odd, default = Odd(3), collections.defaultdict(list, x=[1])
     odd["x"] = 1
-    (new_odd, new_default), _ = tree.convert_inputs((odd, default), {}, torch.device("cpu"), None)
+    (new_odd, new_default), _ = tensor_containers.convert_inputs(
+        (odd, default), {}, torch.device("cpu"), None
+    )
     assert new_odd is not odd and isinstance(new_odd, Odd) and new_odd.size == 3 and new_odd == odd
     assert new_default is not default and new_default["y"] == [] and new_default["x"] is not default["x"]
 
@@ -126,7 +133,7 @@ def test_floating_inputs_are_cast_and_containers_keep_their_types():
     odd["x"] = torch.ones(1)
     packed = pack_sequence([torch.ones(2, 1)])
     args = (Pair(torch.ones(1), torch.ones(1, dtype=torch.int64)), Record(torch.ones(1), "kept"), odd, packed)
-    (pair, record, new_odd, new_packed), _ = tree.convert_inputs(args, {}, None, torch.bfloat16)
+    (pair, record, new_odd, new_packed), _ = tensor_containers.convert_inputs(args, {}, None, torch.bfloat16)
     assert isinstance(pair, Pair) and pair.first.dtype == torch.bfloat16 and pair.second.dtype == torch.int64
     assert isinstance(record, Record) and record.tensor.dtype == torch.bfloat16 and record.note == "kept"
     assert isinstance(new_odd, Odd) and new_odd.size == 3
