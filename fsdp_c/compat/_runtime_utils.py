@@ -90,7 +90,7 @@ ORIGINALS: dict[str, Callable[..., Any]] = {
 _current: dict[str, Callable[..., Any]] = dict(ORIGINALS)
 
 
-def put(name: str, function: Callable[..., Any]) -> None:
+def replace(name: str, function: Callable[..., Any]) -> None:
     """Make the runtime call ``function`` in place of ``name``; passing the original reverts it."""
     _current[name] = function
     if name == "_get_training_state":  # called by the runtime only through _get_handle_to_prefetch
@@ -106,7 +106,7 @@ class Watched(ModuleType):
     def __setattr__(self, name: str, value: Callable[..., Any]) -> None:
         super().__setattr__(name, value)
         if name in ORIGINALS:
-            put(name, value)
+            replace(name, value)
 
 
 sys.modules[__name__].__class__ = Watched

@@ -160,7 +160,7 @@ def uninstall() -> None:
         _torchs_runtime_utils().__class__ = ModuleType
     # functions patched in torch's module must no longer affect the runtime
     for name in _runtime_utils.ORIGINALS:
-        _runtime_utils.put(name, getattr(_runtime_utils, name))
+        _runtime_utils.replace(name, getattr(_runtime_utils, name))
     replacements.revert()
     rank_local.reduces_over_ranks = False
     theirs = {id(ours): original for original, ours in _replacements().values()}

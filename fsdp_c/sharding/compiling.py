@@ -20,6 +20,7 @@ from fsdp_c.sharding.traversal import Subtree
 
 T = TypeVar("T")
 _RULES = "torch._dynamo.trace_rules"  # decides which frames Dynamo traces
+_disable = functools.cache(torch.compiler.disable)
 _TRACED = ("fsdp_c.training", "fsdp_c.training.replacements")
 
 
@@ -65,12 +66,7 @@ def _skip_our_frames() -> None:
 def eager(function: Callable[..., T]) -> Callable[..., T]:
     """Return ``function`` with compilation disabled, including the functions that it calls."""
     # Before Dynamo's rules are imported, nothing is compiled.
-    return _disabled(function) if _RULES in sys.modules else function
-
-
-@functools.cache
-def _disabled(function: Callable[..., T]) -> Callable[..., T]:
-    return cast("Callable[..., T]", torch.compiler.disable(function))
+    return cast("Callable[..., T]", _disable(function)) if _RULES in sys.modules else function
 
 
 def modules_by_compiled(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ def way_to_set(module: nn.Module) -> int:
     return _C.SET_DIRECTLY if are_ours and is_plain and not is_wrapped else _C.SET_BY_SETATTR
 
 
+_register_once = functools.cache(register_module_parameter_registration_hook)
 _handles = WeakIdKeyDictionary()  # module -> parameter name -> weak reference to the handle
 
 
@@ -49,14 +50,9 @@ def watch_registrations(places: Iterable[tuple[nn.Module, str]], handle: _C.Hand
 
     See ``[Note: swapped parameters]`` in ``csrc/handle/writeback.c``.
     """
-    _listen()
+    _register_once(_note)
     for module, name in places:
         _handles.setdefault(module, {})[name] = weakref.ref(handle)
-
-
-@functools.cache
-def _listen() -> None:
-    register_module_parameter_registration_hook(_note)
 
 
 def _note(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -159,17 +155,13 @@ class FreedView(Tensor):
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        _refuse((args, kwargs))
-
-
-def _refuse(arguments: object) -> NoReturn:
-    for view in _freed_views(arguments):
-        _C.refuse_freed_view(view)
-    raise RuntimeError(
-        "this tensor was a view of a unit's parameters, which were freed with it or have moved. To "
-        "use it later, clone it inside the unit's forward or "
-        "FullyShardedDataParallel.summon_full_params(module)."
-    )
+        for view in _freed_views((args, kwargs)):
+            _C.refuse_freed_view(view)
+        raise RuntimeError(
+            "this tensor was a view of a unit's parameters, which were freed with it or have moved. To "
+            "use it later, clone it inside the unit's forward or "
+            "FullyShardedDataParallel.summon_full_params(module)."
+        )
 
 
 def _freed_views(arguments: object) -> Iterator[FreedView]:

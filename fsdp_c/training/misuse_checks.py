@@ -33,6 +33,9 @@ from fsdp_c.training import replacements
 _HOOK = (
     "param.register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad, dist.ReduceOp.AVG))"
 )
+# registered once, because the result is cached
+_watch_modules = functools.cache(torchs_module.register_module_module_registration_hook)
+_watch_params = functools.cache(torchs_module.register_module_parameter_registration_hook)
 _checked: weakref.WeakSet[ShardedModule] = weakref.WeakSet()  # roots checked since the last registration
 _roots: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()
 _unstepped: weakref.WeakSet[ShardedModule] = weakref.WeakSet()  # roots whose optimizer has not stepped
@@ -47,18 +50,13 @@ _OF_2D_PARAMS = re.compile("2D parameters|empty parameter list")
 
 def watch(root: ShardedModule) -> None:
     """Schedule checks of the next backward of ``root`` (initialized), and of the first step of its optimizer."""
-    _watch_registrations()
+    _watch_modules(_registered)
+    _watch_params(_registered)
     replacements.apply()
     _check_next_backward(root)
     _unstepped.add(root)
     if not _step_hooks:
         _step_hooks.append(register_optimizer_step_pre_hook(_check_step))
-
-
-@functools.cache
-def _watch_registrations() -> None:
-    torchs_module.register_module_module_registration_hook(_registered)
-    torchs_module.register_module_parameter_registration_hook(_registered)
 
 
 def _registered(module: nn.Module, name: str, added: nn.Module | nn.Parameter | None) -> None:

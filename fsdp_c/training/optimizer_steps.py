@@ -13,6 +13,7 @@ from fsdp_c.compat.upstream import NO_RESHARD_AFTER_FORWARD_STRATEGIES
 from fsdp_c.sharding.flat_param import FlatParameter
 from fsdp_c.sharding.sharded_module import ShardedModule, units_of
 
+_register_once = functools.cache(register_optimizer_step_pre_hook)
 _roots: weakref.WeakKeyDictionary[ShardedModule, None] = weakref.WeakKeyDictionary()
 
 
@@ -26,13 +27,8 @@ def watch(root: ShardedModule) -> None:
         unit._use_orig_params and unit.sharding_strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
         for unit in units_of(root)
     ):
-        _register()
+        _register_once(_before_step)
         _roots[root] = None
-
-
-@functools.cache
-def _register() -> None:
-    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
