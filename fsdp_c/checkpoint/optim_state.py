@@ -192,6 +192,9 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
 
 def _sharded(known: OptimParam, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield (FQN, part) of state, or of memory for it, with the parameter's own shape."""
+    if known.module is None:
+        yield known.fqns[0], whole_value(value)
+        return
     parts = [(known.layout, value)] if known.is_original else split_shard(known.owner, value)
     for fqn, (layout, part) in zip(known.fqns, parts, strict=True):
         yield fqn, part_value(known.owner, layout, part)
@@ -359,20 +362,17 @@ class OptimTarget:
             self.early_keys += own
             return functools.partial(self._agreed, own)
         entry = self.checkpoint.tensor(own[0])
-        if known.module is None:
-            value = self._memory(param, name, entry.shape, entry.dtype)
-            self.tensors[own[0]] = whole_value(value)
-        else:
-            value = self._memory(param, name, tuple(param.shape), entry.dtype)
-            for fqn, part in _sharded(known, value):
-                if fqn not in keys:
-                    continue
-                self.tensors[keys[fqn]], found = part, self.checkpoint.tensor(keys[fqn]).shape
-                if found != tuple(part.shape):
-                    raise ValueError(
-                        f"{keys[fqn]} has shape {found} in {self.checkpoint.folder}, the parameter "
-                        f"{tuple(part.shape)}"
-                    )
+        shape = entry.shape if known.module is None else tuple(param.shape)
+        value = self._memory(param, name, shape, entry.dtype)
+        for fqn, part in _sharded(known, value):
+            if fqn not in keys:
+                continue
+            self.tensors[keys[fqn]], found = part, self.checkpoint.tensor(keys[fqn]).shape
+            if found != tuple(part.shape):
+                raise ValueError(
+                    f"{keys[fqn]} has shape {found} in {self.checkpoint.folder}, the parameter "
+                    f"{tuple(part.shape)}"
+                )
         return lambda: value
 
     def _agreed(self, keys: list[str]) -> object:
