@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fsdp_c.checkpoint.contents import Box
 from fsdp_c.checkpoint.pieces import is_dense
 from fsdp_c.checkpoint.planning import Held, Offsets, Order
 from fsdp_c.state.sharded_values import from_memory_order, memory_order
-
-
-class Box(NamedTuple):
-    """Part of a tensor."""
-
-    offsets: Offsets
-    sizes: tuple[int, ...]
 
 
 class RangeTensor(Tensor):
@@ -67,7 +61,7 @@ class RangeTensor(Tensor):
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )
         tensor.local, tensor.start, tensor.order = local.detach(), start, order
-        tensor.box = box or Box((0,) * len(shape), tuple(shape))
+        tensor.box = box or ((0,) * len(shape), tuple(shape))
         tensor.is_replica = is_replica
         return tensor
 
@@ -195,7 +189,7 @@ def box_of_rank(spec: DTensorSpec) -> Box:
             f"a tensor placed {spec.placements} is a sum over ranks: redistribute it to save it"
         )
     sizes, offsets = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
-    return Box(tuple(offsets), tuple(sizes))
+    return tuple(offsets), tuple(sizes)
 
 
 def whole_value(tensor: Tensor) -> Tensor:
