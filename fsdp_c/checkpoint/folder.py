@@ -241,7 +241,6 @@ def new_data_folder(path: Path) -> Iterator[Path]:
 
     Removed unless published. Raises CheckpointError if another process saves to ``path``.
     """
-    check_target(path)
     with _locked(path) as locked:
         if locked:
             _remove_leftovers(path)
@@ -381,12 +380,6 @@ def _is_at(descriptor: int, path: Path) -> bool:
 # ----------------------------------------------------------------- removal
 
 
-def has_data(folder: Path) -> bool:
-    """Return True if the folder has a checkpoint's data, complete or not, or a save's lock."""
-    names = f"{DATA.pattern}({_REMOVED})?|{_FILE}|{re.escape(LOCK)}"
-    return any(re.fullmatch(names, each.name) for each in folder.iterdir())
-
-
 def remove_checkpoint(path: Path) -> None:
     """Remove the checkpoint ``path``, or the leftovers of one; other files in its folder are kept.
 
@@ -501,8 +494,9 @@ def remove_older(path: Path, keep: int) -> None:
         try:
             if is_complete(each) and kept < keep:
                 kept += 1
-            # otherwise another job may be saving it
-            elif has_data(each) and (is_complete(each) or number < own.number):
-                remove_checkpoint(each)
+            # an incomplete one with a larger number may be another job's save
+            elif is_complete(each) or number < own.number:
+                if _data_in(each) or _files_of_torch(each) or (each / LOCK).exists():
+                    remove_checkpoint(each)
         except (CheckpointError, OSError) as error:
             warnings.warn(f"{each}: could not be removed for keep={keep}: {error}", stacklevel=2)
