@@ -79,9 +79,7 @@ def _model_state(model: nn.Module, as_saved: bool, waits: bool = True) -> StateD
     its stream.
     """
     managed = _params_of_units(model, waits)
-    original: dict[tuple[nn.Module, str], torch.dtype] = {}
-    for module in units_of(model) if as_saved else ():
-        original.update(_buffer_dtypes(module))
+    original = dict(_cast_buffers(model)) if as_saved else {}
     values = [*_in_order(model, managed, original)]
     check_names(name for name, _ in values)
     return dict(values)
@@ -154,17 +152,16 @@ def _params_of_units(model: nn.Module, waits: bool) -> dict[nn.Module, dict[str,
     return found
 
 
-def _buffer_dtypes(fsdp_module: ShardedModule) -> Iterator[tuple[tuple[nn.Module, str], torch.dtype]]:
-    """Yield ((module, name), original dtype) of the buffers that the unit's mixed precision casts."""
-    if fsdp_module.mixed_precision.buffer_dtype is None:
-        return
-    for path, module in fsdp_module._fsdp_wrapped_module.named_modules():
-        if is_unit(module):
+def _cast_buffers(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], torch.dtype]]:
+    """Yield ((module, name), original dtype) of the buffers that the units' mixed precision casts."""
+    for unit in units_of(model):
+        if unit.mixed_precision.buffer_dtype is None:
             continue
-        for name in module._buffers:
-            dtype = fsdp_module._buffer_name_to_orig_dtype.get(clean_name(joined(path, name)))
-            if dtype is not None:
-                yield (module, name), dtype
+        for path, module in unit._fsdp_wrapped_module.named_modules():
+            for name in () if is_unit(module) else module._buffers:
+                dtype = unit._buffer_name_to_orig_dtype.get(clean_name(joined(path, name)))
+                if dtype is not None:
+                    yield (module, name), dtype
 
 
 def _in_order(

@@ -150,20 +150,18 @@ class Writer:
         put_records(self.planned, by_rank)
         files = {LAYOUT: write_file(self.data / LAYOUT, layout_content(self.planned.groups, [*self.state]))}
         for rank, each in by_rank.items():
-            self._check_is_there(self.data / file_of(rank), each.size)
+            written = self.data / file_of(rank)
+            found = written.stat().st_size if written.exists() else None
+            if found != each.size:
+                raise CheckpointError(
+                    f"{written}: {each.size} bytes were written by its rank, and rank 0 finds "
+                    f"{'no file' if found is None else found}: {self.data.parent} must be on a file system that "
+                    "all ranks share"
+                )
             files[file_of(rank)] = each.size, each.framing_crc32
         names = {rank: f"{self.data.name}/{file_of(rank)}" for rank in by_rank}
         content = metadata_content(self.planned.groups, [*self.state], self.data.parent, names)
         publish(self.data, content, files)
-
-    def _check_is_there(self, written: Path, size: int) -> None:
-        found = written.stat().st_size if written.exists() else None
-        if found != size:
-            raise CheckpointError(
-                f"{written}: {size} bytes were written by its rank, and rank 0 finds "
-                f"{'no file' if found is None else found}: {self.data.parent} must be on a file system that all "
-                "ranks share"
-            )
 
 
 def _write_box(data: Tensor, rank: int, writer: FileWriter, known: dict[object, bytes]) -> bytes:
@@ -196,8 +194,7 @@ def partly_held_units(model: nn.Module, count: int) -> list[HeldUnit]:
     found = []
     for path, module in units_with_paths(model):
         if module._handle is not None and (holders := Holders.of(module)).size < count:
-            params = [] if module._handle is None else module._handle.managed_params
-            names = (clean_name(joined(path, param.fqn)) for param in params)
+            names = (clean_name(joined(path, param.fqn)) for param in module._handle.managed_params)
             found.append(HeldUnit(clean_path(path), holders.groups, tuple(map(uncompiled, names))))
     return found
 
