@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import dataclasses
+import functools
 import io
 import json
 import mmap
@@ -37,6 +40,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, cli
@@ -49,23 +53,8 @@ SECONDS_OF_A_TRIAL = 20
 MEMORY_OF_ALL = 2**29  # resident memory of all trials of a kind
 ADDRESSES_OF_ALL = 2**31
 NUMBERS = [-1, 0, 1, 2, 5, 24, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**62, 2**63, 2**64, True]
-VALUES = [
-    *NUMBERS,
-    None,
-    "",
-    "x",
-    "..",
-    "/etc/passwd",
-    b"",
-    0.5,
-    (),
-    (0,),
-    (2, 3),
-    [],
-    [2**40, 2**40],
-    {},
-    torch.int8,
-]
+VALUES = [*NUMBERS, None, "", "x", "..", "/etc/passwd", b"", 0.5, (), (0,), (2, 3), [], [2**40, 2**40], {}]
+VALUES.append(torch.int8)
 
 
 def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -104,46 +93,31 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def leaves(metadata: Any) -> list[tuple[Callable[[Any], None], Any]]:
-    """Return (setter, value) of each value in a checkpoint's metadata."""
+def places(value: Any) -> list[tuple[Callable[[Any], None], Any]]:
+    """Return (setter, value) of each value inside of dicts, their keys, lists and dataclasses."""
     found: list[tuple[Callable[[Any], None], Any]] = []
-
-    def attribute(owner: Any, name: str) -> None:
-        found.append((lambda value: object.__setattr__(owner, name, value), getattr(owner, name, None)))
-
-    for name in ("state_dict_metadata", "planner_data", "storage_data"):
-        attribute(metadata, name)
-        table = getattr(metadata, name)
-        found.extend(
-            (lambda value, table=table, key=key: table.update({key: value}), old)
-            for key, old in table.items()
-        )
-    for entry in metadata.state_dict_metadata.values():
-        for owner in [entry, *getattr(entry, "chunks", [])]:
-            for name in vars(owner):
-                attribute(owner, name)
-    for index, info in metadata.storage_data.items():
-        for owner in (index, info):
-            for name in vars(owner):
-                attribute(owner, name)
-    return found
+    if isinstance(value, dict):
+        found = [(functools.partial(value.__setitem__, key), old) for key, old in value.items()]
+    elif isinstance(value, list):
+        found = [(functools.partial(value.__setitem__, at), old) for at, old in enumerate(value)]
+    elif dataclasses.is_dataclass(value) and type(value) is not TensorProperties:  # which checks its own
+        names = vars(value)
+        found = [(functools.partial(object.__setattr__, value, name), names[name]) for name in names]
+    keys = value if isinstance(value, dict) else ()
+    return found + [place for one in (*keys, *(old for _, old in found)) for place in places(one)]
 
 
-def changed(metadata: Any, rng: random.Random) -> bytes:
-    """Return the pickled metadata with some values replaced by odd ones or by other values of the metadata."""
-    places = leaves(metadata)
+def change(tree: Any, values: list[Any], rng: random.Random) -> None:
+    """Replace some values inside ``tree`` by odd ones or by other values of the tree."""
+    inside = places(tree)
     for _ in range(rng.choice([1, 1, 2, 3])):
-        put, old = rng.choice(places)
-        value = rng.choice([rng.choice(VALUES), rng.choice(places)[1]])
+        put, old = rng.choice(inside)
+        value = rng.choice([rng.choice(values), rng.choice(inside)[1]])
         if isinstance(old, (tuple, list)) and old and rng.random() < 0.6:
             odd = list(old)
-            odd[rng.randrange(len(odd))] = rng.choice(VALUES)
+            odd[rng.randrange(len(odd))] = rng.choice(values)
             value = type(old)(odd) if type(old) in (tuple, list) else tuple(odd)
-        try:
-            put(value)
-        except Exception:
-            continue  # some values cannot be set there
-    return pickle.dumps(metadata)
+        put(copy.deepcopy(value))  # the value may contain its place
 
 
 # ----------------------------------------------------------------- subjects
@@ -174,15 +148,15 @@ class Subject:
 
     def read(self) -> None:
         contents(self.folder)
-        verify(self.folder)
+        if verify(self.folder) == 2:
+            raise CheckpointError("refused by verify")
 
 
 class Pieces(Subject):
-    """Changes any of fsdp_c's files and keeps the checksums."""
+    """Changes any of fsdp_c's files and keeps the checksums: no other values are loaded, and verify finds it."""
 
     def make(self) -> None:
-        model, optimizer = plain()
-        checkpoint.save(model, optimizer, self.folder, extra={"list": [1, torch.ones(2)]})
+        checkpoint.save(*plain(), self.folder, extra={"list": [1, torch.ones(2)]})
         self.expected = self.values()
 
     def values(self) -> list[Any]:
@@ -199,9 +173,11 @@ class Pieces(Subject):
         ]
 
     def read(self) -> None:
-        assert all(
-            torch.equal(one, other) for one, other in zip(self.values(), self.expected, strict=True)
-        ), "wrong"
+        found = {name for name, content in self.sound.items() if (self.folder / name).read_bytes() != content}
+        assert bool(verify(self.folder)) == bool(found), "verify"
+        values = self.values()
+        assert all(name.endswith(".distcp") for name in found), "read"
+        assert all(torch.equal(one, other) for one, other in zip(values, self.expected, strict=True)), "wrong"
 
 
 class Layouts(Subject):
@@ -219,11 +195,8 @@ class Layouts(Subject):
             header = json.loads(content[32 : 32 + text])
             rest = content[32 + text :]
             if rng.random() < 0.6:
-                owner = rng.choice(nodes(header))
-                key = rng.choice(list(owner) if isinstance(owner, dict) else range(len(owner)))
-                odd = rng.choice([value for value in VALUES if not isinstance(value, (bytes, torch.dtype))])
-                owner[key] = rng.choice(
-                    [odd, owner[rng.choice(list(owner))] if isinstance(owner, dict) else odd]
+                change(
+                    header, [value for value in VALUES if not isinstance(value, (bytes, torch.dtype))], rng
                 )
             else:
                 rest = mutated(rest, rng)
@@ -241,14 +214,6 @@ class Layouts(Subject):
         assert all(len([*entry.chunks]) for entry in found.entries.values() if isinstance(entry, TensorEntry))
 
 
-def nodes(value: Any) -> list[Any]:
-    """Return the non-empty dicts and lists in ``value``, itself included."""
-    inner = (
-        list(value.values() if isinstance(value, dict) else value) if isinstance(value, (dict, list)) else []
-    )
-    return ([value] if inner else []) + [node for one in inner for node in nodes(one)]
-
-
 class Headers(Subject):
     """Changes metadata or data of a checkpoint written by torch, which has no checksums."""
 
@@ -261,27 +226,24 @@ class Headers(Subject):
 
     def change(self, rng: random.Random) -> str:
         if rng.random() < 0.4:
-            (self.folder / METADATA).write_bytes(changed(pickle.loads(self.sound[METADATA]), rng))
+            metadata = pickle.loads(self.sound[METADATA])
+            change(metadata, VALUES, rng)
+            (self.folder / METADATA).write_bytes(pickle.dumps(metadata))
             return METADATA
         return Subject.change(self, rng)
 
 
-def verify(path: Path) -> None:
-    """Run the verify command. Asserts that a refusal is one line."""
+def verify(path: Path) -> int:
+    """Run the verify command and return its exit status. Asserts that a refusal is one line."""
     said = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
         status = cli.main(["verify", str(path)])
     assert status in (0, 1, 2), status
     assert status != 2 or said.getvalue().count("\n") == 1, "a refusal is one line"
-    if status == 2:
-        raise CheckpointError(said.getvalue())
+    return status
 
 
-SUBJECTS = {
-    "pieces": Pieces,
-    "layouts": Layouts,
-    "headers": Headers,
-}
+SUBJECTS = {"pieces": Pieces, "layouts": Layouts, "headers": Headers}
 REFUSALS = (CheckpointError, FileNotFoundError, NotADirectoryError)
 
 
@@ -299,19 +261,12 @@ def trial(subject: Subject, seed: int, number: int) -> str:
 
 
 def run(
-    name: str,
-    seed: int,
-    first: int,
-    count: int,
-    deadline: float,
-    started: Callable[[int], None],
-    folder: Path,
+    subject: Subject, seed: int, numbers: range, deadline: float, started: Callable[[int], None]
 ) -> Counter[str]:
     """Run trials and return the number of each outcome. Raises the first failure's exception."""
     outcomes = Counter[str]()
-    subject = SUBJECTS[name](folder / "checkpoint")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for number in range(first, first + count):
+    for number in numbers:
         started(number)
         signal.alarm(SECONDS_OF_A_TRIAL)
         outcomes[trial(subject, seed, number)] += 1
@@ -343,7 +298,9 @@ def run_limited(name: str, seed: int, first: int, count: int, seconds: float = 1
             def started(number: int) -> None:
                 at[:] = number.to_bytes(8, "little")
 
-            outcomes = run(name, seed, first, count, time.monotonic() + seconds, started, folder)
+            subject = SUBJECTS[name](folder / "checkpoint")
+            numbers = range(first, first + count)
+            outcomes = run(subject, seed, numbers, time.monotonic() + seconds, started)
             os.write(writing, json.dumps(outcomes).encode())
             os._exit(0)
         except BaseException:

@@ -1,12 +1,9 @@
-"""A checkpoint is the old one, the new one, or refused: after kills, flipped bytes, torn files and partial
-copies.
-"""
+"""A checkpoint is the old one, the new one, or refused: after kills, torn files and partial copies."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import random
 import re
 import shutil
 from collections.abc import Iterator
@@ -15,12 +12,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, cli, contents, metadata
-from tests.checkpoints import killed_at, loaded_version, model_of, save_version
+from fsdp_c.checkpoint import CheckpointError, contents, metadata
+from tests.checkpoints import killed_at, loaded_version, model_of, pickle_of, save_version
 
 
 def save(path: Path, version: int, background: bool = False) -> None:
@@ -102,66 +98,23 @@ def files_of(path: Path) -> list[Path]:
     return [file.relative_to(path) for file in found]
 
 
-def outcome(path: Path) -> str:
-    """Return "loaded" for the saved values or "refused"; anything else fails."""
-    try:
-        assert loaded_version(path) == 7
-        return "loaded"
-    except CheckpointError as error:
-        assert str(path) in str(error)
-        return "refused"
-
-
-def test_a_flipped_byte_anywhere_is_refused_or_harmless_and_always_found_by_verify(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, work = tmp_path / "ckpt", tmp_path / "work"
-    save(path, 7)
-    rng = random.Random(0)
-    outcomes = []
-    for file in files_of(path):
-        content = (path / file).read_bytes()
-        positions = rng.sample(range(len(content)), 140)
-        if file.name == ".metadata":
-            positions += range(len(content) - 150, len(content))  # the end contains the checksums
-        for position in positions:
-            shutil.rmtree(work, ignore_errors=True)
-            shutil.copytree(path, work)
-            flipped = bytearray(content)
-            flipped[position] ^= 1 << rng.randrange(8)
-            (work / file).write_bytes(flipped)
-            outcomes.append(outcome(work))
-            assert outcomes[-1] == "refused" or file.suffix == ".distcp"
-            assert cli.main(["verify", str(work)]) == 1
-    capsys.readouterr()
-    assert outcomes.count("refused") > 300
-
-
 def test_a_torn_or_missing_file_is_refused(tmp_path: Path) -> None:
     path, work = tmp_path / "ckpt", tmp_path / "work"
     save(path, 7)
     for file in files_of(path):
-        size = (path / file).stat().st_size
-        for length in (0, 1, size // 2, size - 30, size - 1):
+        content = (path / file).read_bytes()
+        lengths = {0, 1, len(content) // 2, len(content) - 30, len(content) - 1}
+        if file.name == ".metadata":  # without the end it would be torch's, which has no checksums
+            lengths |= {len(pickle_of(content)), content.rindex(b"fsdp_c 1 ")}
+        for length in lengths:
             shutil.rmtree(work, ignore_errors=True)
             shutil.copytree(path, work)
             os.truncate(work / file, length)
-            assert outcome(work) == "refused"
+            with pytest.raises(CheckpointError, match=re.escape(str(work))):
+                loaded_version(work)
         (work / file).unlink()
         with pytest.raises((CheckpointError, FileNotFoundError), match="missing|not a checkpoint"):
             loaded_version(work)
-
-
-def test_the_error_names_file_and_parameter(tmp_path: Path) -> None:
-    path = tmp_path / "ckpt"
-    save(path, 7)
-    (file,) = path.rglob("*.distcp")
-    content = file.read_bytes()
-    bias = torch.full((30,), 7.0).numpy().tobytes()
-    at = content.rindex(bias, 0, content.rindex(bias) + len(bias))
-    file.write_bytes(content[:at] + b"!" + content[at + 1 :])
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp: the data of \S*1.bias\S* are damaged"):
-        loaded_version(path)
 
 
 def test_nothing_is_flushed_too_late(tmp_path: Path) -> None:
