@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
 import datetime
-import decimal
 import enum
 import fractions
 import io
 import math
 import pathlib
 import pickle
+import re
 import threading
-import time
 import types
-import uuid
 import zoneinfo
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,38 +56,17 @@ class Own(nn.Linear):
 
 UTC = datetime.timezone.utc
 ORDERED = collections.OrderedDict([("b", 1), ("a", 2)])
-TO_NUMBERS = {
-    "float64": np.float64(0.1),
-    "float32": np.float32(0.1),
-    "float16": np.float16(0.1),
-    "NaN": np.float64("nan"),
-    "int64": np.int64(-3),
-    "uint64": np.uint64(2**64 - 1),
-    "int8": np.int8(-3),
-    "bool_": np.bool_(True),
-    "complex128": np.complex128(1 + 2j),
-    "str_": np.str_("text"),
-    "bytes_": np.bytes_(b"bytes"),
-    "mean": np.mean([1.0, 2.0]),
-    "schedule": np.linspace(0, 1, 5, dtype=np.float32)[1],
-}
+TO_NUMBERS = [
+    *(np.float64(0.1), np.float16(0.1), np.float64("nan"), np.uint64(2**64 - 1), np.int8(-3), np.bool_(True)),
+    *(np.complex128(1 + 2j), np.str_("text"), np.bytes_(b"bytes"), np.linspace(0, 1, 5, dtype=np.float32)[1]),
+]
 KEPT = {
+    "plain": [None, True, 3, -(2**200), 0.1, math.inf, 1 + 2j, "text", "\ud800", "", b"\0\xff", b""],
     "None": None,
-    "True": True,
-    "int": 3,
-    "large int": -(2**200),
-    "float": 0.1,
-    "inf": math.inf,
-    "complex": 1 + 2j,
-    "str": "text",
-    "surrogate": "\ud800",
     "empty str": "",
-    "bytes": b"\0\xff",
-    "empty bytes": b"",
     "bytearray": bytearray(b"ab"),
     "empty bytearray": bytearray(),
     "empty list": [],
-    "list": [1, "a", None],
     "list of lists": [[1], []],
     "list of dicts": [{}, {"a": {}}],
     "dict": {"a": {"b": 1}},
@@ -98,11 +74,8 @@ KEPT = {
     "dict of empty dicts": {"a": {}, "b": [{}]},
     "tuple": (1, ("a", [2])),
     "empty tuple": (),
-    "set": {1, 2},
-    "empty set": set(),
-    "frozenset": frozenset([1]),
+    "sets": [{1, 2}, set(), frozenset([1])],
     "set of numpy": {np.float64(1.0), np.str_("a")},
-    "OrderedDict": ORDERED,
     "OrderedDict in a tuple": (ORDERED,),
     "defaultdict": collections.defaultdict(list, a=[1]),
     "defaultdict in a tuple": (collections.defaultdict(int, a=1),),
@@ -110,21 +83,19 @@ KEPT = {
     "numpy in a tuple": (np.float64(0.5), [np.int32(1)]),
     "a generator's state": np.random.default_rng(1).bit_generator.state,
     "longdouble": np.longdouble(1) / 3,
-    "dtype": torch.bfloat16,
-    "a newer dtype": torch.float8_e4m3fn,
-    "device": torch.device("cuda", 1),
-    "Size": torch.Size([1, 2]),
-    "layout": torch.strided,
+    "torch's": [
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.device("cuda", 1),
+        torch.Size([1, 2]),
+        torch.strided,
+    ],
     "qscheme": torch.per_tensor_affine,
     "date": datetime.date(2026, 1, 2),
-    "datetime": datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
-    "aware datetime": datetime.datetime(2026, 1, 2, tzinfo=UTC),
-    "time": datetime.time(1, 2, fold=1),
-    "timedelta": datetime.timedelta(days=-1, microseconds=3),
+    "aware datetime": datetime.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=UTC),
+    "times": [datetime.time(1, 2, fold=1), datetime.timedelta(days=-1, microseconds=3)],
     "timezone": datetime.timezone(datetime.timedelta(hours=3), "name"),
-    "Path": Path("/a/b"),
-    "empty path": Path(),
-    "PureWindowsPath": pathlib.PureWindowsPath("c:/a"),
+    "paths": [Path("/a/b"), Path(), pathlib.PureWindowsPath("c:/a")],
     "tensors in a tuple": (torch.ones(2), 1),
     "tensor with gaps": torch.arange(6.0)[::2],
     "expanded tensor": torch.ones(1, 3).expand(2, 3),
@@ -139,32 +110,22 @@ HOLDS_ITSELF["a"] = HOLDS_ITSELF
 # keys: names in the error
 REFUSED = {
     "fractions.Fraction": fractions.Fraction(1, 2),
-    "decimal.Decimal": decimal.Decimal(1),
-    "uuid.UUID": uuid.UUID(int=1),
-    "time.struct_time": time.gmtime(0),
     "ShardingStrategy": ShardingStrategy.HYBRID_SHARD,
     "it calls getattr": datetime.datetime(2026, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")),
-    "argparse.Namespace": argparse.Namespace(lr=1),
     "types.SimpleNamespace": types.SimpleNamespace(a=1),
     "test_checkpoint_objects.Point": Point(1, 2.0),
     "test_checkpoint_objects.Color": Color.RED,
     "test_checkpoint_objects.Plain": [Plain()],
-    "range": range(3),
-    "slice": slice(1),
-    "Ellipsis": ...,
     "int": int,
     "lambda": lambda: None,
-    "math.sqrt": math.sqrt,
     "memoryview": memoryview(b"a"),
     "torch.memory_format": torch.channels_last,
     "torch.return_types.max": torch.max(torch.ones(2, 2), 0),
     "collections.deque": collections.deque([1]),
-    "numpy.matrix": np.matrix([1.0]),
     "numpy.ma": np.ma.ones(2),
-    r"torch.from_numpy": np.ones(3),
+    "torch.from_numpy": np.ones(3),
     "numpy array": {"a": [(np.array(["b"]),)]},
     "a numpy scalar of type 'M8'": np.datetime64("2026-01-01T00:00", "15m"),
-    "a numpy scalar of type 'V4'": np.zeros(2, [("a", "f4")])[0],
     "Unsupported operand": 2**3000,
     "contains itself": HOLDS_ITSELF,
     "Thread": threading.Thread(),
@@ -213,54 +174,45 @@ def test_a_value_is_saved_and_read_equal(kind, tmp_path):
         assert same(value, found)
 
 
-@pytest.mark.parametrize("kind", TO_NUMBERS)
-def test_a_scalar_of_numpy_is_saved_as_the_number(kind, tmp_path):
-    value = TO_NUMBERS[kind]
+@pytest.mark.parametrize("value", TO_NUMBERS, ids=repr)
+def test_a_scalar_of_numpy_is_saved_as_the_number(value, tmp_path):
     for found in through(value, tmp_path / "a"):
         assert same(value.item(), found) and not isinstance(found, np.generic)
 
 
 @pytest.mark.parametrize("named", REFUSED)
 def test_what_could_not_be_read_is_refused_by_name_and_the_old_checkpoint_stays(named, tmp_path):
-    own, optimizer = model("old")
-    checkpoint.save(own, optimizer, tmp_path / "a", extra={"old": 1})
-    before = {file.name: file.read_bytes() for file in (tmp_path / "a").rglob("*.*") if file.is_file()}
-    for where in ("extra", "own", "group"):
-        own, optimizer = model(REFUSED[named] if where == "own" else None)
-        extra = {"deep": {"key": REFUSED[named]}} if where == "extra" else None
+    def files() -> dict[str, bytes]:
+        return {str(file): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+    checkpoint.save(*model("old"), tmp_path / "a", extra={"old": 1})
+    before, value = files(), REFUSED[named]
+    for where, key in (("extra", "extra"), ("own", "0._extra_state"), ("group", "key")):
+        own, optimizer = model(value if where == "own" else None)
         if where == "group":
-            optimizer.param_groups[0]["key"] = REFUSED[named]
-        key = {"extra": "extra", "own": "0._extra_state", "group": "key"}[where]
-        with pytest.raises(
-            (CheckpointError, ValueError, TypeError, RecursionError), match=named.replace("[", r"\[")
-        ) as failed:
+            optimizer.param_groups[0]["key"] = value
+        errors = (CheckpointError, ValueError, TypeError, RecursionError)
+        with pytest.raises(errors, match=re.escape(named)) as failed:
+            extra = {"deep": {"key": value}} if where == "extra" else None
             checkpoint.save(own, optimizer, tmp_path / "a", extra=extra)
         assert key in str(failed.value), (where, str(failed.value))
-        assert [file.name for file in tmp_path.iterdir()] == ["a"]
-        assert {
-            file.name: file.read_bytes() for file in (tmp_path / "a").rglob("*.*") if file.is_file()
-        } == before
+        assert files() == before
 
 
 def test_the_error_names_key_type_and_a_way_out_and_the_way_out_works(tmp_path):
-    own, optimizer = model()
-    with pytest.raises(CheckpointError) as failed:
-        checkpoint.save(own, None, tmp_path / "a", extra={"point": Point(1, 2.0)})
+    own, _ = model()
     name = f"{__name__}.Point"
-    assert f"extra.point: {name} cannot be saved so that it can be read: it names {name}" in str(failed.value)
-    assert f"torch.serialization.add_safe_globals([{name}])" in str(failed.value)
+    named = rf"extra\.point: {name} cannot be saved so that it can be read: it names {name}"
+    with pytest.raises(CheckpointError, match=rf"{named}(.|\n)*add_safe_globals\(\[{name}\]\)"):
+        checkpoint.save(own, None, tmp_path / "a", extra={"point": Point(1, 2.0)})
     with torch.serialization.safe_globals([Point]):
         checkpoint.save(own, None, tmp_path / "a", extra={"point": Point(1, 2.0)})
         assert checkpoint.load(own, None, tmp_path / "a") == {"point": Point(1, 2.0)}
-    before = {
-        name: value.clone() for name, value in own.state_dict().items() if isinstance(value, torch.Tensor)
-    }
     other, _ = model()
-    with torch.no_grad():
-        other[0].weight.zero_()
+    nn.init.zeros_(other[0].weight)
     with pytest.raises(CheckpointError, match=r"extra.point cannot be read \(it names .*add_safe_globals"):
         checkpoint.load(other, None, tmp_path / "a")
-    assert not other[0].weight.any() and before["0.weight"].any()  # extra is read before any value is changed
+    assert not other[0].weight.any() and own[0].weight.any()  # extra is read before any value is changed
 
 
 NO_ARRAYS = {
