@@ -130,20 +130,6 @@ def test_what_is_saved_is_what_was_there_whatever_training_does_meanwhile(use_or
 
 
 @on_ranks(2)
-def test_files_are_those_of_a_save_in_the_foreground():
-    folder = folder_of_ranks()
-    model, optimizer = made()
-    step(model, optimizer, 0)
-    checkpoint.save(model, optimizer, folder / "foreground", extra={"a": torch.arange(5)})
-    checkpoint.save(
-        model, optimizer, folder / "background", extra={"a": torch.arange(5)}, background=True
-    ).wait()
-    for name in ("__0_0.distcp", "__1_0.distcp"):
-        (one,), (other,) = ((folder / which).rglob(name) for which in ("background", "foreground"))
-        assert one.read_bytes() == other.read_bytes()
-
-
-@on_ranks(2)
 def test_losses_and_parameters_are_those_of_training_without_saves():
     path = folder_of_ranks() / "ckpt"
     runs = []

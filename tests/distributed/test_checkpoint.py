@@ -409,22 +409,6 @@ def test_what_is_saved_here_loads_in_torch(kind, use_orig_params):
     assert own.param_groups[0]["lr"] == 0.02
 
 
-@on_ranks(2)
-def test_the_values_work_with_plain_dcp():
-    model, optimizer = trained()
-    folder = folder_of_ranks()
-    write_full(folder, model, optimizer)
-    state = {"model": checkpoint.model_state(model), "optim": checkpoint.optim_state(model, optimizer)}
-    dcp.save(state, checkpoint_id=folder / "plain")
-    other, own = made(seed=1, use_orig_params=False), None
-    dcp.load({"model": checkpoint.model_state(other)}, checkpoint_id=folder / "plain")
-    assert_holds(folder, other, own)
-    again = made(seed=2)
-    optimizer = adamw(again)
-    checkpoint.load(again, optimizer, folder / "plain")
-    assert_holds(folder, again, optimizer)
-
-
 # ----------------------------------------------------------------- buffers and extra state
 
 

@@ -121,38 +121,20 @@ def test_extra_state_that_is_missing_or_unexpected_is_an_error_before_anything_i
         assert layer.own == ("mine" if path == without or kind is not Own else None)
 
 
-@on_ranks(2)
-def test_extra_state_comes_back_whatever_it_is():
-    for value in (None, {}, {"a": {}}, [], 0, {"amax": torch.ones(2, device="cpu"), "l": [1, {}]}):
-        model, optimizer, layer = made(1)
-        layer.own = value
-        path = saved(model, optimizer)
-        model, optimizer, layer = made(2)
-        layer.own = {"other": 1}
-        checkpoint.load(model, optimizer, path)
-        assert repr(layer.own) == repr(value)
-
-
-@on_ranks(2)
-def test_a_parameter_whose_name_ends_like_extra_state_is_one():
-    def with_param(seed: int) -> Any:
+def test_names_that_resemble_extra_state_and_extra_are_the_models(tmp_path):
+    def named(seed: int) -> nn.ModuleDict:
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(2, 2))
-        model[0].register_parameter("no_extra_state", nn.Parameter(torch.randn(3)))
-        return wrap(model, True)
+        model = nn.ModuleDict({"a": nn.Linear(2, 2), "extra": nn.Linear(2, 2)})
+        model["a"].register_parameter("no_extra_state", nn.Parameter(torch.randn(3)))
+        return model
 
-    one, other = with_param(1), with_param(2)
-    checkpoint.load(other, None, saved(one, None))
-    expected = checkpoint.model_state(one)["0.no_extra_state"].local
-    assert torch.equal(checkpoint.model_state(other)["0.no_extra_state"].local, expected)
-
-
-@on_ranks(2)
-def test_a_module_called_extra_is_not_passed_over():
-    model = wrap(nn.ModuleDict({"a": nn.Linear(2, 2), "extra": nn.Linear(2, 2)}), True)
-    path = saved(model, None)
+    one, other = named(1), named(2)
+    checkpoint.save(one, None, tmp_path)
+    checkpoint.load(other, None, tmp_path)
+    assert torch.equal(one["a"].no_extra_state, other["a"].no_extra_state)
+    del other["extra"]
     with pytest.raises(CheckpointError, match="model.extra.weight is unexpected"):
-        checkpoint.load(wrap(nn.ModuleDict({"a": nn.Linear(2, 2)}), True), None, path)
+        checkpoint.load(other, None, tmp_path)
 
 
 @on_ranks(2)
@@ -313,3 +295,42 @@ def test_state_that_is_not_a_parameters_own_is_refused_by_name():
         checkpoint.save(plain, optimizer, folder / "ckpt")
     dist.barrier()
     assert [file.name for file in folder.iterdir()] == ["fresh"]
+
+
+def part(tensor: torch.Tensor) -> torch.Tensor:
+    """Mark ``tensor`` as a part of a larger one, by the attributes of CheckpointableTensor in torch 2.14 and
+    later.
+    """
+    tensor.global_shape, tensor.global_offsets = (8, *tensor.shape[1:]), ((0,) * tensor.dim(),)
+    tensor.local_offsets, tensor.local_sizes = tensor.global_offsets, (tuple(tensor.shape),)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("unit", "0.weight"),
+        ("ignored", "1.weight"),
+        ("buffer", "0.rows"),
+        ("extra state", r"0._extra_state.seen.0"),
+        ("extra", r"extra.deep.0"),
+    ],
+)
+@on_ranks(2)
+def test_a_part_of_a_larger_tensor_is_refused_by_name(where, name, tmp_path):
+    """A save would treat it as complete and lose the other ranks' parts."""
+    inner = nn.Sequential(Own(3, 3), nn.Linear(3, 3))
+    inner[0].register_buffer("rows", torch.ones(2))
+    if where == "unit":
+        part(inner[0].weight)
+    model = wrap(inner, True, auto_wrap_policy=None, ignored_states=[inner[1].weight, inner[1].bias])
+    if where == "ignored":
+        part(inner[1].weight)
+    elif where == "buffer":
+        part(inner[0].rows)
+    elif where == "extra state":
+        inner[0].own = {"seen": [part(torch.ones(2))]}
+    extra = {"deep": [part(torch.ones(2))]} if where == "extra" else None
+    with pytest.raises((NotImplementedError, CheckpointError), match=rf"{name}: its attributes say"):
+        checkpoint.save(model, None, tmp_path / "saved", extra=extra)
+    assert not (tmp_path / "saved").exists()

@@ -54,7 +54,7 @@ def state_of(model: Any, kind: str, optimizer: Any = None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "options", [{"dedup_save_to_lowest_rank": True}, {"flatten_state_dict": False}], ids=str
+    "options", [{}, {"dedup_save_to_lowest_rank": True}, {"flatten_state_dict": False}], ids=str
 )
 @on_ranks(2)
 def test_the_values_work_with_planners(options):
@@ -161,8 +161,11 @@ def test_the_pages_functions_save_to_an_address_and_load_from_it(rank, use_orig_
             assert_same_tensors(expected[0], full_model(other))
             assert_same_tensors(expected[1], full_optim(other, resumed)["state"])
             assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-        checkpoint.load(other, resumed, folder / "step-000200")
         other = wrap(odd(1), use_orig_params)
+        resumed = torch.optim.AdamW(other.parameters(), lr=9.0)
+        checkpoint.load(other, resumed, folder / "step-000200")
+        assert_same_tensors(expected[0], full_model(other))
+        assert_same_tensors(expected[1], full_optim(other, resumed)["state"])
         resumed = torch.optim.AdamW(other.parameters(), lr=9.0)
         with pytest.raises(dcp.api.CheckpointException, match="Missing key.*param_groups"):
             functions["load"](other, resumed, address)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 import zlib
 from collections.abc import Callable
@@ -52,11 +51,6 @@ def loaded(path: Path) -> float:
     return value
 
 
-def test_a_load_reads_it_and_not_metadata(tmp_path: Path) -> None:
-    path = saved(tmp_path / "ckpt")
-    assert loaded(path) == 3
-
-
 def test_a_damaged_one_is_refused_and_torch_reads_the_checkpoint(tmp_path: Path, capsys: Any) -> None:
     path, other = saved(tmp_path / "ckpt"), saved(tmp_path / "other", 4.0)
     (layout,), (of_other,) = path.rglob(LAYOUT), other.rglob(LAYOUT)
@@ -82,13 +76,8 @@ def test_a_damaged_one_is_refused_and_torch_reads_the_checkpoint(tmp_path: Path,
         checkpoint.load(*trained(0.0), other)
 
 
-def rewrite(
-    path: Path,
-    change: Callable[[dict[str, Any]], object],
-    rest: Callable[[bytes], bytes] = bytes,
-    magic: bytes = layout_file.MAGIC,
-) -> None:
-    """Rewrite the layout with a changed header or rest, and correct checksums."""
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object], magic: bytes = layout_file.MAGIC) -> None:
+    """Rewrite the layout with a changed header and correct checksums."""
     (layout,) = path.rglob(LAYOUT)
     content = layout.read_bytes()
     (text,) = struct.unpack_from("<Q", content, 16)
@@ -96,7 +85,7 @@ def rewrite(
     change(header)
     packed = json.dumps(header).encode()
     head = magic + struct.pack("<QI4x", len(packed), zlib.crc32(packed))
-    with_right_checksums(path, layout=head + packed + rest(content[32 + text :]))
+    with_right_checksums(path, layout=head + packed + content[32 + text :])
 
 
 def weight(header: dict[str, Any]) -> dict[str, Any]:
@@ -149,23 +138,6 @@ def test_its_values_are_checked(
     with pytest.raises(CheckpointError, match=f"{LAYOUT}: damaged.*({reason})"):
         checkpoint.load(model, optimizer, path)
     assert all((param == 0).all() for param in model.parameters())
-
-
-def test_records_lead_nowhere_else(tmp_path: Path) -> None:
-    path = saved(tmp_path / "ckpt")
-    for at, value in ((-24, 2**62), (-16, 2**62), (-24, 2**64 - 1), (-4, 7)):
-        size = 4 if at == -4 else 8
-        number = value.to_bytes(size, "little")
-        work = tmp_path / f"{at}{value}"
-        shutil.copytree(path, work)
-        rewrite(
-            work,
-            lambda header: None,
-            lambda rest, at=at, n=number: rest[:at] + n + rest[len(rest) + at + len(n) :],
-        )
-        with pytest.raises(CheckpointError, match="ends at .*: truncated|__7_0.distcp: missing"):
-            for entry in read_checkpoint(work).entries.values():
-                _ = [*entry.chunks] if isinstance(entry, TensorEntry) else None
 
 
 def test_a_load_asks_for_the_same_records_however_many_there_are(tmp_path: Path) -> None:

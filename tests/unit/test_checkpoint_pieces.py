@@ -17,8 +17,7 @@ from torch import Tensor
 
 from fsdp_c.checkpoint import pieces
 from fsdp_c.checkpoint.contents import do_tile
-from fsdp_c.checkpoint.values import RangeTensor, in_box
-from fsdp_c.state.sharded_values import memory_order
+from fsdp_c.checkpoint.values import RangeTensor
 
 TENSORS = [
     torch.randn(3, 4),
@@ -61,13 +60,6 @@ def test_a_piece_is_what_torch_load_reads_and_a_sound_zip_archive(tensor: Tensor
         assert not pieces.read_data(file, start + before, crc32 ^ 1, data)
 
 
-def test_nothing_is_copied_on_the_way() -> None:
-    tensor = torch.randn(64)
-    view = pieces.memory(tensor)
-    tensor.zero_()
-    assert bytes(view) == bytes(256)
-
-
 def brute_force(shape: tuple[int, ...], order: tuple[int, ...] | None) -> list[tuple[int, ...]]:
     """Return the index of each element, in memory order."""
     if order is None:
@@ -104,18 +96,6 @@ def test_boxes_hold_each_element_of_a_range_once_and_in_its_memory(order, limit:
         assert sorted(seen) == list(range(start, end))
         if limit == pieces.MAX_NBYTES:
             assert len(boxes) <= max(1, 2 * len(shape) - 1)
-
-
-def test_a_whole_tensor_larger_than_a_piece_is_divided_in_its_own_memory_order() -> None:
-    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    with mock.patch("fsdp_c.checkpoint.pieces.MAX_NBYTES", 100):
-        value = in_box(image, image.shape)
-        assert len(value.boxes) > 4
-    assert value.order == memory_order(image.stride())
-    rebuilt = torch.zeros_like(image)
-    for offsets, box in value.boxes.items():
-        rebuilt[tuple(slice(o, o + s) for o, s in zip(offsets, box.shape, strict=True))] = box
-    assert torch.equal(rebuilt, image)
 
 
 def test_a_range_tensor_says_what_it_is_for_when_computed_with() -> None:

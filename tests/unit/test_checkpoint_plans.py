@@ -16,7 +16,6 @@ import torch
 
 from fsdp_c import _C
 from fsdp_c.checkpoint.metadata import metadata_content
-from fsdp_c.checkpoint.pieces import TAIL_NBYTES
 from fsdp_c.checkpoint.planning import (
     RECORD,
     Held,
@@ -81,34 +80,6 @@ def written(plans: list[RankPlan]) -> Planned:
 def content_of(planned: Planned, ranks: int) -> bytes:
     files = {rank: f"__{rank}_0.distcp" for rank in range(ranks)}
     return b"".join(metadata_content(planned.groups, ["optim.param_groups.0.lr"], Path("x"), files))
-
-
-@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (7, 1), (6, 2), (8, 4), (4, 4)])
-def test_everything_has_one_writer_and_is_found_where_it_was_written(ranks: int, replicas: int) -> None:
-    plans = plans_of(ranks, replicas=replicas)
-    planned = written(plans)
-    metadata = pickle.loads(content_of(planned, ranks))
-    assert next(iter(metadata.state_dict_metadata)) == "optim.param_groups.0.lr"
-    found: dict[str, int] = {}
-    for index, info in metadata.storage_data.items():
-        rank = int(info.relative_path.split("_")[2])
-        if index.offset is None:
-            continue
-        number, key = divmod(info.offset // 64, 1000)
-        part = plans[rank][number]
-        assert ".".join(part.paths[key]) == index.fqn
-        (box,) = [box for box in part.held.boxes() if box.offsets == tuple(index.offset)]
-        assert info.length == 64 + part.held.boxes().index(box) + box.numel * 4 + TAIL_NBYTES
-        found[index.fqn] = found.get(index.fqn, 0) + box.numel
-    assert found == {
-        key: math.prod(entry.size)
-        for key, entry in metadata.state_dict_metadata.items()
-        if hasattr(entry, "size")
-    }
-    assert len(found) == 3 * 3 * len(SHAPES)
-    for key, entry in metadata.state_dict_metadata.items():
-        chunks = getattr(entry, "chunks", [])
-        assert sum(math.prod(chunk.sizes) for chunk in chunks) == found.get(key, 0)
 
 
 def nbytes_by_rank(plans: list[RankPlan], planned: Planned) -> list[int]:
@@ -178,13 +149,3 @@ def test_more_layers_cost_the_plan_next_to_nothing() -> None:
     few, many = (calls_of(functools.partial(merge_plans, plans_of(64, layers))) for layers in (2, 32))
     assert many < 2 * few
     assert max(len(pickle.dumps(plan)) for plan in plans_of(64, 80)) < 4000
-
-
-def test_a_check_of_calls_sees_more_than_linear_work() -> None:
-    def work(plans: list[RankPlan]) -> None:
-        for one in plans:
-            for other in plans:
-                len(one) == len(other)  # noqa: B015  # what is counted is the calls
-
-    small, large = (calls_of(functools.partial(work, plans_of(ranks))) for ranks in (10, 40))
-    assert large / small > 10
