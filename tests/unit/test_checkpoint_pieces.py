@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsdp_c.checkpoint import pieces
 from fsdp_c.checkpoint.contents import do_tile
-from fsdp_c.checkpoint.values import RangeTensor
+from fsdp_c.checkpoint.values import RangeTensor, in_box
 
 TENSORS = [
     torch.randn(3, 4),
@@ -96,6 +96,16 @@ def test_boxes_hold_each_element_of_a_range_once_and_in_its_memory(order, limit:
         assert sorted(seen) == list(range(start, end))
         if limit == pieces.MAX_NBYTES:
             assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_whole_tensor_is_divided_in_its_own_memory_order() -> None:
+    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    with mock.patch("fsdp_c.checkpoint.pieces.MAX_NBYTES", 100):
+        boxes = in_box(image, image.shape).boxes
+    assert len(boxes) > 4
+    for offsets, box in boxes.items():  # a load writes into the boxes
+        box.fill_(1 + offsets[2])
+    assert all((image[:, :, row] == 1 + row).all() for row in range(4))
 
 
 def test_a_range_tensor_says_what_it_is_for_when_computed_with() -> None:
