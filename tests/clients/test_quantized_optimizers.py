@@ -39,7 +39,7 @@ LIBRARY = "quantized_optimizers"
 WIDTH = 128
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = ("torchao AdamW8bit", "torchao AdamW4bit", "torchao AdamWFp8", "bitsandbytes AdamW8bit")
-FORMS = ("full", "full on rank 0", "sharded")
+FORMS = ("full", "full on rank 0", "sharded", "checkpoint")
 # Lion8bit has a single average per parameter, the others have two
 all_kinds = pytest.mark.parametrize("kind", [*KINDS, "bitsandbytes Lion8bit"])
 some_kinds = pytest.mark.parametrize("kind", ["torchao AdamW8bit", "bitsandbytes AdamW8bit"])
@@ -168,9 +168,16 @@ def state_type(model: Any, form: str) -> Iterator[None]:
         yield
 
 
-def moved(model: Any, optimizer: Optimizer, other: Any, resumed: Optimizer, form: str) -> dict[str, Any]:
+def resume(model: Any, optimizer: Optimizer, other: Any, resumed: Optimizer, form: str) -> dict[str, Any]:
+    """Bring values and state to the other model and optimizer, and return the optimizer's state dict."""
     from fsdp_c import FullyShardedDataParallel as FSDP
+    from fsdp_c import checkpoint
 
+    if form == "checkpoint":
+        path = shared_folder()
+        checkpoint.save(model, optimizer, path, background=True).wait()
+        checkpoint.load(other, resumed, path)
+        return {}
     with state_type(model, form):
         saved = FSDP.optim_state_dict(model, optimizer)
         weights = model.state_dict()
@@ -183,7 +190,7 @@ def moved(model: Any, optimizer: Optimizer, other: Any, resumed: Optimizer, form
 @both_views
 @all_kinds
 @on_ranks(2)
-def test_a_state_dict_resumes_with_the_same_bits(rank: int, kind: str, use_orig_params: bool) -> None:
+def test_every_form_resumes_with_the_same_bits(rank: int, kind: str, use_orig_params: bool) -> None:
     averages = ["exp_avg", "exp_avg_sq"] if kind.startswith("torchao") else ["state1", "state2"]
     averages = ["state1"] if "Lion" in kind else averages
     model, optimizer = trained(kind, rank, use_orig_params)
@@ -191,36 +198,21 @@ def test_a_state_dict_resumes_with_the_same_bits(rank: int, kind: str, use_orig_
     for form in FORMS:
         other = wrapped(use_orig_params)
         resumed = optimizer_of(kind, other)
-        saved = moved(model, optimizer, other, resumed, form)
+        if form == "checkpoint":
+            train(other, resumed, range(7, 8), rank)  # the load replaces existing state
+        saved = resume(model, optimizer, other, resumed, form)
         for name, param in plain_model().named_parameters() if saved else ():
             assert set(saved["state"][name]) == {"step", *averages}
             for key in averages:
                 assert saved["state"][name][key].dtype == torch.float32
                 assert saved["state"][name][key].shape == param.shape
-        assert bool(saved) == (form != "full on rank 0" or rank == 0)
+        assert bool(saved) == (form != "checkpoint" and (form != "full on rank 0" or rank == 0))
         assert_same_bits(resumed, optimizer)
         others.append((other, resumed))
     losses = train(model, optimizer, range(3, 5), rank)
     for other, resumed in others:
         assert train(other, resumed, range(3, 5), rank) == losses
         assert_same_bits(resumed, optimizer)
-
-
-@both_views
-@all_kinds
-@on_ranks(2)
-def test_a_checkpoint_resumes_with_the_same_bits(rank: int, kind: str, use_orig_params: bool) -> None:
-    from fsdp_c import checkpoint
-
-    model, optimizer = trained(kind, rank, use_orig_params)
-    path = shared_folder()
-    checkpoint.save(model, optimizer, path, background=True).wait()
-    other = wrapped(use_orig_params)
-    resumed = optimizer_of(kind, other)
-    train(other, resumed, range(7, 8), rank)  # the load replaces existing state
-    checkpoint.load(other, resumed, path)
-    assert_same_bits(resumed, optimizer)
-    assert train(other, resumed, range(3, 6), rank) == train(model, optimizer, range(3, 6), rank)
 
 
 # Largest change by quantization with different blocks, relative to the largest magnitude: measured 0.013,
@@ -285,34 +277,23 @@ def test_shards_of_bfloat16_save_float32_on_all_ranks(rank: int, kind: str) -> N
     """torchao keeps bfloat16 if a rank's shard is no multiple of a block, and quantizes float32 on the other
     rank.
     """
-    from fsdp_c import checkpoint
-
     model, optimizer = trained(kind, rank, True, dtype=torch.bfloat16)
-    path = shared_folder()
-    checkpoint.save(model, optimizer, path)
     for form in ("full", "sharded", "checkpoint"):
         other = wrapped(True, dtype=torch.bfloat16)
         resumed = optimizer_of(kind, other)
-        if form == "checkpoint":
-            checkpoint.load(other, resumed, path)
-        else:
-            moved(model, optimizer, other, resumed, form)
+        resume(model, optimizer, other, resumed, form)
         assert_same_bits(resumed, optimizer)
 
 
 @both_views
 @on_ranks(2)
 def test_stochastically_rounded_parameters_resume_in_bfloat16(rank: int, use_orig_params: bool) -> None:
-    from fsdp_c import checkpoint
-
     model = wrapped(use_orig_params, dtype=torch.bfloat16)
     optimizer = optimizer_of("torchao _AdamW", model, bf16_stochastic_round=True)
     train(model, optimizer, range(3), rank)
-    path = shared_folder()
-    checkpoint.save(model, optimizer, path)
     other = wrapped(use_orig_params, dtype=torch.bfloat16)
     resumed = optimizer_of("torchao _AdamW", other)
-    checkpoint.load(other, resumed, path)
+    resume(model, optimizer, other, resumed, "checkpoint")
     for (_, name, value), (_, _, expected) in zip(raw_state(resumed), raw_state(optimizer), strict=True):
         assert value.dtype == (torch.float32 if name == "step" else torch.bfloat16)
         assert torch.equal(value, expected)
@@ -340,33 +321,25 @@ def test_dcp_saves_and_loads_by_get_state_dict(rank: int, kind: str, use_orig_pa
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], "bitsandbytes AdEMAMix8bit"])
 @on_ranks(2)
 def test_whole_parameters_resume_with_the_same_bits(rank: int, kind: str) -> None:
-    from fsdp_c import checkpoint
     from fsdp_c.optim import WholeParameters
 
     def made(model: Any) -> Any:
         def inner(named: list[tuple[str, nn.Parameter]]) -> list[Optimizer]:
-            holder = nn.ParameterList([param for _, param in named])
-            return [optimizer_of(kind, holder)]
+            return [optimizer_of(kind, nn.ParameterList([param for _, param in named]))]
 
         return WholeParameters(model, inner)
 
     model = wrapped(True)
     optimizer = made(model)
     train(model, optimizer, range(3), rank)
-    path = shared_folder()
-    checkpoint.save(model, optimizer, path)
     for form in ("full", "checkpoint"):
         other = wrapped(True)
         resumed = made(other)
-        if form == "checkpoint":
-            checkpoint.load(other, resumed, path)
-        else:
-            moved(model, optimizer, other, resumed, form)
+        resume(model, optimizer, other, resumed, form)
         losses = train(other, resumed, range(3, 4), rank)
         assert any(is_quantized(value) for own in resumed._inner[0].state.values() for value in own.values())
-        if form == "checkpoint":
-            assert losses == train(model, optimizer, range(3, 4), rank)
-            assert_same_bits(resumed._inner[0], optimizer._inner[0])
+    assert losses == train(model, optimizer, range(3, 4), rank)
+    assert_same_bits(resumed._inner[0], optimizer._inner[0])
 
 
 class Foreign(Tensor):
