@@ -80,6 +80,17 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 30))
 
 
+def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model with a buffer and a channels_last weight, and an optimizer that has state."""
+    torch.manual_seed(seed)
+    layers = nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(nn.Sequential(*layers).parameters())
+    loss = layers[1](layers[0](torch.randn(4, 7))).square().sum() + layers[2].weight.square().sum()
+    loss.backward()
+    optimizer.step()
+    return nn.Sequential(*layers), optimizer
+
+
 def model_of(version: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and an optimizer whose parameters and state tensors are all ``version``."""
     model = plain()

@@ -7,25 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import cli
-from tests.checkpoints import contents
-from tests.processes import output_of_python
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(
-        nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
-    )
-    optimizer = torch.optim.AdamW(model.parameters())
-    (model[1](model[0](torch.randn(4, 7))).square().sum() + model[2].weight.square().sum()).backward()
-    optimizer.step()
-    return model, optimizer
+from tests.checkpoints import contents, trained
+from tests.processes import ROOT, output_of_python
 
 
 @pytest.fixture

@@ -232,40 +232,25 @@ def test_an_export_reads_what_it_opened_whatever_takes_its_place(saved: Path, tm
 
 
 MEMORY = """
-import sys, threading, time
+import sys
 from pathlib import Path
-import torch
-from torch import nn
-from fsdp_c import checkpoint
 from fsdp_c.checkpoint import cli
 
-def anonymous():
-    text = Path("/proc/self/status").read_text()
-    return int(text.split("RssAnon:")[1].split()[0]) * 1024
+def peak():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
-folder, count, nbytes = Path(sys.argv[1]), 8, 64 * 2**20
-model = nn.ParameterList(nn.Parameter(torch.full((nbytes // 4,), float(at))) for at in range(count))
-checkpoint.save(model, None, folder / "ckpt")
-del model
-cli.main(["verify", str(folder / "ckpt")])
-peak, done = 0, False
-def watch():
-    global peak
-    while not done:
-        peak = max(peak, anonymous())
-        time.sleep(0.001)
-before = anonymous()
-thread = threading.Thread(target=watch, daemon=True)
-thread.start()
-assert cli.main(["export", str(folder / "ckpt"), str(folder / "out"), "--dtype", "bfloat16"]) == 0
-done = True
-thread.join()
-print("peak", (peak - before) / nbytes)
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = peak()
+assert cli.main(["export", *sys.argv[1:], "--dtype", "bfloat16"]) == 0
+print("peak", peak() - before)
 """
 
 
-@pytest.mark.timeout(650)
 def test_memory_is_that_of_the_largest_tensor_whatever_the_total(tmp_path: Path) -> None:
+    numel, count = 2**22, 8
+    model = nn.ParameterList(nn.Parameter(torch.full((numel,), float(at))) for at in range(count))
+    checkpoint.save(model, None, tmp_path / "ckpt")
     settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MALLOC_TRIM_THRESHOLD_": "100000"}
-    peak = float(output_of_python("-c", MEMORY, tmp_path, **settings).split("peak ")[1])
-    assert 0.5 < peak < 1.6, f"{peak} tensors of 8"
+    said = output_of_python("-c", MEMORY, tmp_path / "ckpt", tmp_path / "out", **settings)
+    peak = float(said.split("peak ")[1]) / (4 * numel)
+    assert 0.5 < peak < 2, f"{peak} tensors of {count}"

@@ -20,16 +20,13 @@ from fsdp_c.checkpoint import CheckpointError, cli, layout_file, metadata
 from fsdp_c.checkpoint.contents import TensorEntry
 from fsdp_c.checkpoint.folder import LAYOUT
 from fsdp_c.checkpoint.storage import read_checkpoint
-from tests.checkpoints import with_right_checksums
+from tests.checkpoints import trained, with_right_checksums
 
 EXTRA = {"z": [1, {"c": torch.ones(2)}], "a": "x", "empty": torch.zeros(0, 3)}
 
 
-def trained(value: float = 3.0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(nn.Linear(5, 3), nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last))
-    optimizer = torch.optim.AdamW(model.parameters())
-    sum(param.sum() for param in model.parameters()).backward()  # type: ignore[union-attr]  # of tensors it is one
-    optimizer.step()
+def model_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = trained()
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(value)
@@ -38,13 +35,13 @@ def trained(value: float = 3.0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def saved(path: Path, value: float = 3.0) -> Path:
     with mock.patch("fsdp_c.checkpoint.pieces.MAX_NBYTES", 16):
-        checkpoint.save(*trained(value), path, extra=EXTRA)
+        checkpoint.save(*model_of(value), path, extra=EXTRA)
     return path
 
 
 def loaded(path: Path) -> float:
     """Load without reading ``.metadata`` and return the value of all parameters."""
-    model, optimizer = trained(0.0)
+    model, optimizer = model_of(0.0)
     with mock.patch.object(metadata._MetadataReader, "read", side_effect=AssertionError("read")):
         checkpoint.load(model, optimizer, path)
     (value,) = {value for param in model.parameters() for value in param.unique().tolist()}
@@ -65,15 +62,15 @@ def test_a_damaged_one_is_refused_and_torch_reads_the_checkpoint(tmp_path: Path,
         with pytest.raises(
             CheckpointError, match=f"{LAYOUT}: (damaged: .*checkpoint.load|missing|.*truncated or replaced)"
         ):
-            checkpoint.load(*trained(0.0), path)
+            checkpoint.load(*model_of(0.0), path)
         assert cli.main(["verify", str(path)]) == 1
         assert f"error: {layout}: " in capsys.readouterr().err
-    model, _ = trained(0.0)
+    model, _ = model_of(0.0)
     dcp.load({"model": checkpoint.model_state(model)}, checkpoint_id=path, no_dist=True)
     assert all((param == 3).all() for param in model.parameters())
     rewrite(other, lambda header: None, magic=b"fsdp_c.layout 0\n")
     with pytest.raises(CheckpointError, match=f"{LAYOUT}: damaged, or of another version"):
-        checkpoint.load(*trained(0.0), other)
+        checkpoint.load(*model_of(0.0), other)
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], object], magic: bytes = layout_file.MAGIC) -> None:
@@ -107,7 +104,7 @@ def put_box(**changes: Any) -> Callable[[dict[str, Any]], None]:
     ("change", "reason"),
     [
         (put(shape=[2**40, 2**40]), "sizes"),
-        (put(shape=[2**30, 2**30]), "have 15 elements, but its shape is"),
+        (put(shape=[2**30, 2**30]), "have 35 elements, but its shape is"),
         (put(shape=[-1, 5]), "is not a list of sizes or offsets"),
         (put(dtype="load"), "has no dtype"),
         (put(dtype="complex128"), "pieces are missing|boxes|larger"),
@@ -115,7 +112,7 @@ def put_box(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (put(keys=[10**6]), "index out of range"),
         (put(keys=[0, 0]), "optim.state.0.weight|model.0.weight"),
         (put_box(sizes=[2**30, 2**30]), "outside"),
-        (put_box(sizes=[1, 5]), "have 5 elements"),
+        (put_box(sizes=[1, 7]), "have 7 elements"),
         (put_box(offsets=[1, 0]), "outside"),
         (put_box(order=[0, 0]), "order of dimensions of .* is invalid"),
         (put_box(starts=[0, 2**40]), "ranges of .* are incomplete"),
@@ -134,7 +131,7 @@ def test_its_values_are_checked(
     rewrite(path, lambda header: None)
     assert loaded(path) == 3
     rewrite(path, change)
-    model, optimizer = trained(0.0)
+    model, optimizer = model_of(0.0)
     with pytest.raises(CheckpointError, match=f"{LAYOUT}: damaged.*({reason})"):
         checkpoint.load(model, optimizer, path)
     assert all((param == 0).all() for param in model.parameters())
