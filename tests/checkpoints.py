@@ -113,17 +113,6 @@ def loaded_version(path: Path, model: nn.Module | None = None) -> int:
     return version
 
 
-def save_versions(
-    model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, first: int, report: int, background: bool
-) -> None:
-    """Save version after version. Each begin and end is written to the file descriptor ``report``."""
-    for version in range(first, first + 1000):
-        fill(model, optimizer, version)
-        os.write(report, f"begin {version}\n".encode())
-        save_version(model, optimizer, path, version, background)
-        os.write(report, f"done {version}\n".encode())
-
-
 def save_version(
     model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, version: int, background: bool
 ) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,10 +25,10 @@ from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, writing
 from tests.checkpoints import loaded_version
 from tests.distributed.test_checkpoint import assert_same_tensors, folder_of_ranks
+from tests.processes import ROOT, run_python
 from tests.ranks import both_views, device, on_ranks
 
 WIDTH = 640  # shards are larger than 1 MiB
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Counting(nn.Module):
@@ -302,16 +300,14 @@ ENDS = {  # end of a rank: (its exit status, the checkpoint left)
 
 def ended(folder: Path, how: str) -> list[tuple[int, str]]:
     """Return exit status and error output of both ranks."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder), *how.split()], env=environment, stderr=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=200)[1].decode() for rank in ranks]
-    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+    environment = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+    def run(rank: int) -> tuple[int, str]:
+        done = run_python("-c", SCRIPT, str(rank), folder, *how.split(), timeout_s=200, **environment)
+        return done.returncode, done.stderr
+
+    with ThreadPoolExecutor(2) as threads:
+        return [*threads.map(run, range(2))]
 
 
 @pytest.mark.timeout(280)
@@ -330,35 +326,26 @@ def test_an_end_waits_for_the_save_or_leaves_the_old_checkpoint(tmp_path: Path, 
     assert len(list((tmp_path / "ckpt").iterdir())) == 2
 
 
+@pytest.mark.parametrize("form", ["ShardedTensor", "DTensor", "model_state"])
 @on_ranks(2)
-def test_where_dcp_cannot_save_asynchronously_the_error_says_what_to_pass():
-    own = dist.new_group(backend="gloo")
-    model = fsdp_c.FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), device_id=device())
-    with fsdp_c.FullyShardedDataParallel.state_dict_type(model, fsdp_c.StateDictType.SHARDED_STATE_DICT):
-        parts = {"model": model.state_dict()}
-    with pytest.raises(
-        RuntimeError, match=r"async_save cannot copy it: wrap the model with device_mesh=\.\.\., "
-    ):
-        dcp.async_save(parts, checkpoint_id=folder_of_ranks() / "ckpt", process_group=own).result()
-
-
-@pytest.mark.parametrize("form", ["model_state", "device mesh"])
-@on_ranks(2)
-def test_what_dcp_can_save_asynchronously_is_a_copy(world_size, form):
+def test_dcp_saves_a_copy_asynchronously_or_says_what_to_pass(world_size, form):
     path = folder_of_ranks() / "ckpt"
     own = dist.new_group(backend="gloo")
-    options = (
-        {"device_mesh": dist.init_device_mesh(device().type, (world_size,))} if form == "device mesh" else {}
-    )
-    model = fsdp_c.FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), device_id=device(), **options)
+    mesh = dist.init_device_mesh(device().type, (world_size,)) if form == "DTensor" else None
+    model = fsdp_c.FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), device_id=device(), device_mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step(model, optimizer, 0)
     expected = values(model, optimizer)
-    if form == "device mesh":
+    if form == "model_state":
+        parts = {"model": checkpoint.model_state(model), "optim": checkpoint.optim_state(model, optimizer)}
+    else:
         with fsdp_c.FullyShardedDataParallel.state_dict_type(model, fsdp_c.StateDictType.SHARDED_STATE_DICT):
             parts = {"model": model.state_dict(), "optim": model.optim_state_dict(model, optimizer)}
-    else:
-        parts = {"model": checkpoint.model_state(model), "optim": checkpoint.optim_state(model, optimizer)}
+    if form == "ShardedTensor":
+        words = r"async_save cannot copy it: wrap the model with device_mesh=\.\.\., "
+        with pytest.raises(RuntimeError, match=words):
+            dcp.async_save(parts, checkpoint_id=path, process_group=own).result()
+        return
     future = dcp.async_save(parts, checkpoint_id=path, process_group=own)
     step(model, optimizer, 1)
     with torch.no_grad():

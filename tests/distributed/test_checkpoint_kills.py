@@ -21,7 +21,7 @@ import torch.distributed as dist
 import fsdp_c
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import loading
-from tests.checkpoints import loaded_version, model_of, plain, save_version, save_versions
+from tests.checkpoints import fill, loaded_version, model_of, plain, save_version
 from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.ranks import device, on_ranks
 
@@ -29,7 +29,7 @@ KILLS = 30
 
 
 def save_on_and_on(rank: int, path: Path, first: int, report: int, background: bool) -> None:
-    """Save version after version and report each begin and end."""
+    """Save version after version. Write each begin and end to the file descriptor ``report``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}.rendezvous-{first}", rank=rank, world_size=2)
     cpu = torch.device("cpu")  # a forked process has no GPU
@@ -37,7 +37,11 @@ def save_on_and_on(rank: int, path: Path, first: int, report: int, background: b
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 40)).sum().backward()
     optimizer.step()
-    save_versions(model, optimizer, path, first, report, background)
+    for version in range(first, first + 1000):
+        fill(model, optimizer, version)
+        os.write(report, f"begin {version}\n".encode())
+        save_version(model, optimizer, path, version, background)
+        os.write(report, f"done {version}\n".encode())
 
 
 def started(rank: int, path: Path, first: int, background: bool) -> tuple[int, BinaryIO]:
@@ -105,39 +109,32 @@ def test_ranks_killed_at_any_time_leave_the_old_checkpoint_or_the_new(
     assert len(list(path.iterdir())) == 2
 
 
-def replace(path: Path, other: Path) -> None:
-    """Publish the checkpoint ``other`` as ``path``."""
-    (data,) = other.glob("fsdp_c-data-*")
-    shutil.copytree(data, path / data.name)
-    os.replace(other / ".metadata", path / ".metadata")
-
-
 @on_ranks(2)
 def test_ranks_that_found_different_checkpoints_begin_anew(rank: int) -> None:
     folder = folder_of_ranks()
     path, other = folder / "ckpt", folder / "other"
     original, reads = loading.read_checkpoint, []
-    for version, target in ((1, path), (2, path), (3, path)):
-        if version == 3 and rank == 0:
-            shutil.copytree(path, other)
-        dist.barrier()
-        model = fsdp_c.FullyShardedDataParallel(plain(), use_orig_params=True, device_id=device())
+    model = fsdp_c.FullyShardedDataParallel(plain(), use_orig_params=True, device_id=device())
+    for version, target in ((1, path), (2, other)):
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_(version)
-        checkpoint.save(model, None, other if version == 3 else target, extra={"version": version})
+        checkpoint.save(model, None, target, extra={"version": version})
 
     def read(path: Path, **options: Any) -> Any:
+        """Replace the checkpoint between the reads of the two ranks."""
         reads.append(path)
         if rank == 1 and len(reads) == 1:
             found = original(path, **options)
-            replace(path, other)
+            (data,) = other.glob("fsdp_c-data-*")
+            shutil.copytree(data, path / data.name)
+            os.replace(other / ".metadata", path / ".metadata")
             return found
         while (other / ".metadata").exists():
-            time.sleep(0.01)  # until rank 1 has replaced the checkpoint that it found
+            time.sleep(0.01)
         return original(path, **options)
 
     with mock.patch.object(loading, "read_checkpoint", read):
         found = checkpoint.load(model, None, path)
-    assert found == {"version": 3} and len(reads) == 2
-    assert all((param == 3).all() for param in model.parameters())
+    assert found == {"version": 2} and len(reads) == 2
+    assert all((param == 2).all() for param in model.parameters())
