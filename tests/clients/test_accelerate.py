@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -28,6 +26,7 @@ from tests.clients.support import (
     train_reference,
 )
 from tests.models import WIDTH, Net
+from tests.processes import output_of_python
 from tests.ranks import both_views, on_ranks
 
 require("accelerate")
@@ -233,26 +232,8 @@ def test_launch_runs_an_unchanged_script_under_fsdp_c(tmp_path):
     script.write_text(LAUNCHED)
     options = ["--use_fsdp", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     options += ["--dynamo_backend", "no", "--main_process_port", "0"]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            *options,
-            "-m",
-            "fsdp_c",
-            str(script),
-            found_at,
-            "--lr",
-            "0.1",
-        ],
-        env=environment(),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    command = ["-m", "accelerate.commands.launch", *options, "-m", "fsdp_c", script, found_at, "--lr", "0.1"]
+    output_of_python(*command, cwd=tmp_path, **environment())
     for rank in range(2):
         found = json.loads(Path(f"{found_at}.{rank}").read_text())
         assert found["class"].startswith("fsdp_c")

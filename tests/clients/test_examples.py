@@ -9,7 +9,6 @@ import ast
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 import yaml
 
 from tests.clients.support import ON_CPU, ROOT, environment, require, train_reference
+from tests.processes import output_of_python, run_python
 
 require("accelerate", "lightning", "peft", "transformers", "trl", "bitsandbytes")
 
@@ -61,38 +61,18 @@ if kept:
 """
 
 
-def run(folder: Path, *command: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    command = (sys.executable, "-m", *command)
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(**settings),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-
-
-def torchrun(folder: Path, *command: str, **settings: str) -> str:
+def torchrun(folder: Path, *command: str | Path, **settings: str) -> str:
     options = ("--standalone", "--nproc-per-node", "2")
-    done = run(folder, "torch.distributed.run", *options, *command, **settings)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return output_of_python(
+        "-m", "torch.distributed.run", *options, *command, cwd=folder, **environment(**settings)
+    )
 
 
 def with_library(
     folder: Path, implementation: str, script: str, *arguments: str, **settings: str
 ) -> list[float]:
     """Return the losses of a script for GPUs, run with fsdp_c or with DDP instead."""
-    command = (
-        "--no-python",
-        sys.executable,
-        "-c",
-        LAUNCH,
-        implementation,
-        str(EXAMPLES / script),
-        *arguments,
-    )
+    command = ("--no-python", sys.executable, "-c", LAUNCH, implementation, EXAMPLES / script, *arguments)
     settings["ACCELERATE_USE_CPU"] = str(ON_CPU)
     output = torchrun(folder, *command, **settings)
     assert output.count(f"wrapped by fsdp_c: {implementation == 'fsdp_c'}") == 2, output
@@ -155,10 +135,10 @@ def test_workflow_without_gpu_passes_on_fsdp_c_and_not_on_torchs_fsdp1(tmp_path)
     workflow = yaml.safe_load((EXAMPLES / "ci_without_gpu.yml").read_text())
     (first, *command) = shlex.split(workflow["jobs"]["test"]["steps"][-1]["run"])
     assert first == "torchrun"
-    quiet = {"PYTEST_ADDOPTS": "-p no:cacheprovider"}
-    done = run(EXAMPLES, "torch.distributed.run", *command, **quiet)
+    quiet = environment(PYTEST_ADDOPTS="-p no:cacheprovider")
+    done = run_python("-m", "torch.distributed.run", *command, cwd=EXAMPLES, **quiet)
     assert done.returncode == 0 and done.stdout.count("1 passed") == 2, done.stdout + done.stderr[-2000:]
     plain = [word for word in command if word not in ("fsdp_c", "run")]
     plain = [word for at, word in enumerate(plain) if not (word == "-m" and plain[at - 1] == "-m")]
-    done = run(EXAMPLES, "torch.distributed.run", *plain, **quiet)
+    done = run_python("-m", "torch.distributed.run", *plain, cwd=EXAMPLES, **quiet)
     assert done.returncode != 0 and "no accelerator device is detected" in done.stdout

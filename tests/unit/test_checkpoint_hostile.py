@@ -289,36 +289,40 @@ def test_bytes_entries_stay_bytes(tmp_path: Path) -> None:
 # ----------------------------------------------------------------- objects
 
 
-def written(save: Callable[[io.BytesIO], object]) -> bytes:
+def written(value: Any, **options: Any) -> bytes:
     content = io.BytesIO()
-    save(content)
+    torch.save(value, content, **options)
     return content.getvalue()
 
 
-def harmful_objects(marker: Path) -> dict[str, bytes]:
-    harm, tensor = Harm(marker), torch.ones(2, 3)
+def script() -> bytes:
+    content = io.BytesIO()
+    torch.jit.save(torch.jit.script(nn.Linear(3, 2)), content)
+    return content.getvalue()
+
+
+def torn_tensor() -> bytes:
     torn = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(written(lambda file: torch.save(tensor, file)))) as whole:
-        with zipfile.ZipFile(torn, "w") as archive:
-            for name in whole.namelist():
-                content = whole.read(name)
-                archive.writestr(name, content[:8] if name.endswith("data/0") else content)
-    return {
-        "a call": written(lambda file: torch.save(harm, file)),
-        "a call beside a tensor": written(lambda file: torch.save({"weight": tensor, "x": harm}, file)),
-        "a call in the format before zip": written(
-            lambda file: torch.save(harm, file, _use_new_zipfile_serialization=False)
-        ),
-        "a bare pickle": pickle.dumps(harm),
-        "TorchScript": written(lambda file: torch.jit.save(torch.jit.script(nn.Linear(3, 2)), file)),
-        "a torn tensor": torn.getvalue(),
-        "a torn archive": written(lambda file: torch.save(tensor, file))[:-1],
-        "nothing": b"",
-    }
+    with (
+        zipfile.ZipFile(io.BytesIO(written(torch.ones(2, 3)))) as whole,
+        zipfile.ZipFile(torn, "w") as archive,
+    ):
+        for name in whole.namelist():
+            content = whole.read(name)
+            archive.writestr(name, content[:8] if name.endswith("data/0") else content)
+    return torn.getvalue()
 
 
-OBJECTS = [*("a call", "a call beside a tensor", "a call in the format before zip", "a bare pickle")]
-OBJECTS += ["TorchScript", "a torn tensor", "a torn archive", "nothing"]
+OBJECTS: dict[str, Callable[[Harm], bytes]] = {
+    "a call": written,
+    "a call beside a tensor": lambda harm: written({"weight": torch.ones(2, 3), "x": harm}),
+    "a call in the format before zip": lambda harm: written(harm, _use_new_zipfile_serialization=False),
+    "a bare pickle": pickle.dumps,
+    "TorchScript": lambda harm: script(),
+    "a torn tensor": lambda harm: torn_tensor(),
+    "a torn archive": lambda harm: written(torch.ones(2, 3))[:-1],
+    "nothing": lambda harm: b"",
+}
 
 
 # torch warns before it refuses or loads an archive
@@ -329,7 +333,7 @@ def test_objects_and_tensors_are_not_executed(
     kind: str, as_tensor: bool, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     path, marker = tmp_path / "ckpt", tmp_path / "harmed"
-    content = harmful_objects(marker)[kind]
+    content = OBJECTS[kind](Harm(marker))
     # the replacement shows whether TorchScript would be run
     monkeypatch.setattr(torch.jit, "load", lambda *args, **options: marker.touch())
     key = "model.weight" if as_tensor else "note"

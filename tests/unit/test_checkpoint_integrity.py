@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -122,41 +122,33 @@ def test_nothing_is_flushed_too_late(tmp_path: Path) -> None:
     after the rename is flushed.
     """
     path = tmp_path / "ckpt"
-    done: list[tuple[str, str]] = []
-    rename, unlink = os.rename, os.unlink
+    done: list[str] = []
 
-    def noted(descriptor: int) -> None:
-        done.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split("-")[0]))
+    def noted(name: str, original: Any, target: Callable[..., str | Path]) -> Any:
+        def call(*args: Any, **options: Any) -> None:
+            done.append(f"{name} {Path(target(*args)).name.split('-')[0]}")
+            original(*args, **options)
 
-    def renamed(source: Path, target: Path) -> None:
-        done.append(("rename", Path(target).name.split("-")[0]))
-        rename(source, target)
+        return mock.patch(f"os.{name}", call)
 
-    def unlinked(target: Path, **others: int) -> None:
-        done.append(("unlink", Path(target).name))
-        unlink(target, **others)
-
-    patches = (
-        mock.patch("os.fsync", noted),
-        mock.patch("os.rename", renamed),
-        mock.patch("os.unlink", unlinked),
-    )
-    with patches[0], patches[1], patches[2]:
+    with (
+        noted(
+            "fsync", lambda descriptor: None, lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}")
+        ),
+        noted("rename", os.rename, lambda source, target: target),
+        noted("unlink", os.unlink, lambda target: target),
+    ):
         save(path, 1)
         first, done[:] = done[:], []
         save(path, 2)
     # the parent folder, which contains the new folder's name
-    around = [("fsync", tmp_path.name.split("-")[0])]
-    files = [("fsync", name) for name in ("__0_0.distcp", "fsdp_c.layout", ".metadata")]
-    folders = [("fsync", "fsdp_c"), ("fsync", "ckpt")]
-    published = [*files, *folders, ("rename", ".metadata"), ("fsync", "ckpt")]
-    assert first == [*around, *published, ("unlink", ".saving.lock")]
-    assert done[:8] == [
-        *published,
-        ("rename", "fsdp_c"),
-    ]  # renames the old data, which are removed afterwards
+    around = [f"fsync {tmp_path.name.split('-')[0]}"]
+    published = [f"fsync {name}" for name in ("__0_0.distcp", "fsdp_c.layout", ".metadata", "fsdp_c", "ckpt")]
+    published += ["rename .metadata", "fsync ckpt"]
+    assert first == [*around, *published, "unlink .saving.lock"]
+    assert done[:8] == [*published, "rename fsdp_c"]  # renames the old data, which are removed afterwards
     assert sorted(done[8:]) == [
-        ("unlink", name) for name in (".saving.lock", "__0_0.distcp", "fsdp_c.layout")
+        f"unlink {name}" for name in (".saving.lock", "__0_0.distcp", "fsdp_c.layout")
     ]
 
 
