@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from fsdp_c import checkpoint
@@ -21,6 +22,7 @@ from fsdp_c.checkpoint.storage import read_checkpoint, read_entries
 from tests.processes import ROOT
 
 PAGE = ROOT / "docs" / "checkpoints.md"
+StrPath = str | os.PathLike[str]
 
 
 def code_of_page(heading: str) -> str:
@@ -91,6 +93,7 @@ def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     return nn.Sequential(*layers), optimizer
 
 
+@torch.enable_grad()  # some tests save inside of a load
 def model_of(version: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and an optimizer whose parameters and state tensors are all ``version``."""
     model = plain()
@@ -101,7 +104,7 @@ def model_of(version: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def loaded_version(path: Path, model: nn.Module | None = None) -> int:
+def loaded_version(path: StrPath, model: nn.Module | None = None) -> int:
     """Return the version of a checkpoint of ``model_of``, or of ``model``. Assert that it is of one piece."""
     model = model or plain()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -114,7 +117,7 @@ def loaded_version(path: Path, model: nn.Module | None = None) -> int:
 
 
 def save_version(
-    model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, version: int, background: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer, path: StrPath, version: int, background: bool
 ) -> None:
     """Save one version. All saved values are overwritten while a background save runs."""
     extra = {"version": version}
@@ -122,6 +125,18 @@ def save_version(
     fill(model, optimizer, -1)
     extra["version"] = -1
     handle.wait()
+
+
+def save(path: StrPath, version: int, background: bool = False) -> None:
+    save_version(*model_of(version), path, version, background)
+
+
+def torch_save(path: Path, version: int) -> None:
+    """Save with torch's DCP what ``save`` saves."""
+    model, optimizer = model_of(version)
+    optim = checkpoint.optim_state(model, optimizer)
+    state = {"model": model.state_dict(), "optim": optim, "extra": {"version": version}}
+    dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
 _CALLS = {

@@ -14,11 +14,7 @@ import pytest
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError
-from tests.checkpoints import loaded_version, model_of, save_version
-
-
-def save(path: Path, job: int) -> None:
-    save_version(*model_of(job), path, job, background=False)
+from tests.checkpoints import loaded_version, save
 
 
 @contextmanager

@@ -13,12 +13,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
-from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, cli, contents, folder, layout_file, loading, saving, storage
+from tests.checkpoints import loaded_version as loaded
+from tests.checkpoints import model_of, save, torch_save
 from tests.processes import as_nobody
 
 pytestmark = [
@@ -35,33 +34,8 @@ def quick_disk() -> Iterator[None]:
         yield
 
 
-def model_of(version: float) -> nn.Module:
-    model = nn.Linear(3, 2)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(version)
-    return model
-
-
-def save(path: Any, version: float) -> None:
-    checkpoint.save(model_of(version), None, path, extra={"version": version})
-
-
-def loaded(path: Any) -> float:
-    """Load the checkpoint and return its version. Asserts that all values are of one version."""
-    model = model_of(-1)
-    version = checkpoint.load(model, None, path)["version"]
-    assert all((param == version).all() for param in model.parameters())
-    return version
-
-
-def torch_save(path: Path, version: float) -> None:
-    state = {"model": model_of(version).state_dict(), "extra": {"version": version}}
-    dcp.save(state, checkpoint_id=path, no_dist=True)
-
-
-def torch_loaded(path: Path) -> float:
-    state = {"model": model_of(-1).state_dict(), "extra": {"version": -1.0}}
+def torch_loaded(path: Path) -> int:
+    state = {"model": model_of(-1)[0].state_dict(), "extra": {"version": -1}}
     dcp.load(state, checkpoint_id=path, no_dist=True)
     version = state["extra"]["version"]
     assert all((value == version).all() for value in state["model"].values())
@@ -206,12 +180,12 @@ def test_an_address_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.chdir(tmp_path)
     save("source", 1)
     for path in ("s3://bucket/run", Path("s3://bucket/run"), "gs://b", "file:///tmp/run", "HDFS+x://a/b"):
-        for work in (save, lambda path, version: checkpoint.load(model_of(1), None, path)):
+        for work in (save, lambda path, version: loaded(path)):
             with pytest.raises(ValueError, match="is a URL"):
                 work(path, 1)
         assert cli.main(["verify", str(path)]) == 2
         assert "is a URL, but checkpoints are folders" in capsys.readouterr().err
-    for work in (save, lambda path, version: checkpoint.load(model_of(1), None, path)):
+    for work in (save, lambda path, version: loaded(path)):
         with pytest.raises(ValueError, match="empty"):
             work("", 1)
     assert os.listdir(tmp_path) == ["source"]

@@ -12,15 +12,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed.checkpoint as dcp
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, contents, metadata
-from tests.checkpoints import killed_at, loaded_version, model_of, pickle_of, save_version
-
-
-def save(path: Path, version: int, background: bool = False) -> None:
-    save_version(*model_of(version), path, version, background)
+from tests.checkpoints import killed_at, loaded_version, model_of, pickle_of, save, torch_save
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +34,7 @@ def prepare(path: Path, kind: str) -> int:
     if kind == "a checkpoint":
         save(path, 1)
     elif kind == "torch's":
-        model, optimizer = model_of(1)
-        optim = checkpoint.optim_state(model, optimizer)
-        state = {"model": model.state_dict(), "optim": optim, "extra": {"version": 1}}
-        dcp.save(state, checkpoint_id=path, no_dist=True)
+        torch_save(path, 1)
     return int(kind != "a folder")
 
 

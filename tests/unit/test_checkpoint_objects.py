@@ -14,6 +14,7 @@ import re
 import threading
 import types
 import zoneinfo
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -295,27 +296,15 @@ def test_a_known_name_takes_what_it_is_for_and_no_more(content):
 
 
 def test_threads_read_at_once_and_torchs_list_is_what_the_user_made_it():
-    content = objects.pickle_object([datetime.date(2026, 1, 1), Path("a"), {np.float64(2)}]).getvalue()
+    value = [datetime.date(2026, 1, 1), Path("a"), {np.float64(2)}]
+    content = objects.pickle_object(value).getvalue()
     before = set(torch.serialization.get_safe_globals())
-    failures: list[BaseException] = []
-
-    def read() -> None:
-        try:
-            for _ in range(50):
-                assert objects.load(content)[0] == datetime.date(2026, 1, 1)
-        except BaseException as error:
-            failures.append(error)
-
     array = np.arange(3.0)
     of_numpy = [array.__reduce__()[0], np.ndarray, np.dtype, type(array.dtype), np.float64(1).__reduce__()[0]]
     with torch.serialization.safe_globals([datetime.date, *of_numpy]):
         listed = set(torch.serialization.get_safe_globals())
-        threads = [threading.Thread(target=read) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
+        with ThreadPoolExecutor(4) as threads:
+            assert all(found == value for found in threads.map(objects.load, [content] * 200))
         assert set(torch.serialization.get_safe_globals()) == listed
         assert objects.load(objects.pickle_object(array).getvalue()).tolist() == [0, 1, 2]
     assert set(torch.serialization.get_safe_globals()) == before
