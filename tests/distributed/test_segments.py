@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import fsdp as torchs
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from fsdp_c import FullyShardedDataParallel as FSDP
@@ -223,20 +222,6 @@ def test_frozen_parts_apart_change_no_bit(rank: int, low: torch.dtype) -> None:
     assert_same(full_state(model), full_state(together))
 
 
-@on_ranks(2)
-def test_frozen_parts_apart_give_torchs_bits(rank: int) -> None:
-    policy = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": True, "device_id": device()}
-    model, reference = wrapped("lora", True), torchs.FullyShardedDataParallel(plain("lora"), **policy)
-    assert len(model.blocks[0].params) == 2
-    train(model, rank)
-    train(reference, rank)
-    with torchs.FullyShardedDataParallel.summon_full_params(reference):
-        expected = {name: param.detach().clone() for name, param in reference.module.named_parameters()}
-    found = full_state(model)
-    for name, value in expected.items():
-        assert torch.equal(found[name.replace("_fsdp_wrapped_module.", "")], value), name
-
-
 @both_views
 @on_ranks(2)
 def test_integers_are_never_cast(rank: int, use_orig_params: bool) -> None:
@@ -282,34 +267,7 @@ def test_frozen_parameters_cost_no_gradient(rank: int, use_orig_params: bool) ->
 # ----------------------------------------------------------------- in a step
 
 
-@both_views
-@on_ranks(2)
-def test_segments_unsharded_early_evaluate_as_the_plain_model(rank: int, use_orig_params: bool) -> None:
-    model, reference = wrapped("quantised", use_orig_params), plain("quantised")
-    with torch.no_grad():
-        for _ in range(2):
-            model.blocks[1]._unshard(async_op=True)
-            assert torch.equal(model(batch(rank, 0)), reference(batch(rank, 0)))
-    assert all(handle.param_state == 0 for handle in model.blocks[1]._all_handles)
-
-
 # ----------------------------------------------------------------- state dicts and names
-
-
-@both_views
-@on_ranks(2)
-def test_sharded_states_are_exchanged_with_torchs(rank: int, use_orig_params: bool) -> None:
-    theirs = torchs.FullyShardedDataParallel
-    policy = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": True, "device_id": device()}
-    model, reference = wrapped("lora", use_orig_params), theirs(plain("lora"), **policy)
-    train(reference, rank)
-    sharded = StateDictType.SHARDED_STATE_DICT
-    with FSDP.state_dict_type(model, sharded), theirs.state_dict_type(reference, sharded):
-        model.load_state_dict(reference.state_dict())
-        train(model, rank, start=3)
-        reference.load_state_dict(model.state_dict())
-    with theirs.state_dict_type(reference, StateDictType.FULL_STATE_DICT):
-        assert_same(full_state(model), dict(reference.state_dict()))
 
 
 @all_kinds

@@ -189,19 +189,6 @@ def test_a_checkpoint_takes_several_optimizers(use_orig_params: bool, background
 
 
 @on_ranks(2)
-def test_a_checkpoint_of_several_optimizers_holds_the_plain_modules_state(rank: int) -> None:
-    plain, model, path = built(0, None), built(0, True), folder_of_ranks() / "saved"
-    ours, theirs = two_optimizers(model), two_optimizers(plain)
-    train(model, *ours)
-    train(plain, *theirs)
-    checkpoint.save(model, ours, path)
-    other = built(1, None)
-    loaded = two_optimizers(other)
-    checkpoint.load(other, loaded, path)
-    assert_same_states(plain_state(other, *loaded), plain_state(plain, *theirs))
-
-
-@on_ranks(2)
 def test_one_parameter_of_two_optimizers_is_refused_by_name(rank: int) -> None:
     model = built(0, True)
     optimizers = [
@@ -254,14 +241,3 @@ def test_an_unfrozen_parameter_is_saved_without_a_state(use_orig_params: bool, k
     assert_same_own(own_state(fresh), expected)
     train(model, optimizer)  # has state from now on
     assert sorted(saved(model, optimizer, kind)["state"]) == sorted(names_of(built(0, None)))
-
-
-@on_ranks(2)
-def test_after_unfreezing_the_state_is_the_plain_ones(rank: int) -> None:
-    model, optimizer = unfrozen(True)
-    plain = built(0, None)
-    for name, param in plain.named_parameters():
-        param.requires_grad_("bias" not in name)
-    of_plain = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    train(plain, of_plain)
-    assert_same_states(saved(model, optimizer)["state"], plain_state(plain, of_plain))

@@ -154,16 +154,6 @@ def test_sharded_dict_loads_where_whole_tensors_are_loaded(use_orig_params, mesh
             assert_same_full(source, target)
 
 
-@both_forms
-@pytest.mark.parametrize("direction", ["torch to fsdp_c", "fsdp_c to torch"])
-@on_ranks(2)
-def test_sharded_dict_is_exchanged_with_torch(mesh, direction):
-    which = direction.split(" to ")
-    source, target = (wrap(contiguous(seed), True, name, mesh) for seed, name in enumerate(which))
-    load(target, SHARDED, saved(source, SHARDED))
-    assert_same_full(source, target)
-
-
 @on_ranks(2)
 def test_saved_values_have_memory_of_their_own(rank):
     model = wrap(odd(), True)

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullStateDictConfig,
@@ -58,40 +57,6 @@ def full_state_dict(model: Any, **config: Any) -> dict[str, Tensor]:
 
 def memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-@both_views
-@on_ranks(2)
-def test_saved_dict_under_mixed_precision_equals_torchs(rank: int, use_orig_params: bool) -> None:
-    saved = []
-    precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    for which in ("torch", "fsdp_c"):
-        model = wrap(plain(), use_orig_params, which, mixed_precision=precision)
-        train(model, rank)
-        saved.append(full_state_dict(model))
-        assert model._fsdp_wrapped_module.blocks[0].scale.dtype == torch.bfloat16
-    assert saved[1]["blocks.0.scale"].dtype == torch.float32
-    assert_same(*saved)
-
-
-@both_views
-@on_ranks(2)
-def test_names_skip_checkpoint_wrappers_around_and_inside_units(
-    use_orig_params: bool,
-) -> None:
-    module = plain()
-    expected = module.state_dict()
-    module.blocks[0] = checkpoint_wrapper(wrap(module.blocks[0], use_orig_params, auto_wrap_policy=None))
-    module.blocks[1] = wrap(checkpoint_wrapper(module.blocks[1]), use_orig_params, auto_wrap_policy=None)
-    module.inp = checkpoint_wrapper(module.inp)
-    model = wrap(module, use_orig_params, auto_wrap_policy=None)
-    saved = full_state_dict(model)
-    assert_same(expected, saved)
-    with torch.no_grad():
-        for value in saved.values():
-            value.add_(1)
-    model.load_state_dict(saved)
-    assert_same(saved, full_state_dict(model))
 
 
 @pytest.mark.parametrize("source", ["torch", "fsdp_c", "plain"])

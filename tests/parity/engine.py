@@ -15,7 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
 from torch.distributed.tensor import DTensor
 
 from tests.models import WIDTH
@@ -132,13 +138,30 @@ class Run:
         with self.fsdp.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
             return self.model.state_dict()
 
-    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        with self.fsdp.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
-            self.model.load_state_dict(state)
-
     def record_full_state_dict(self, moment: str) -> None:
         for name, value in self.full_state_dict().items():
             self.record(f"{moment}: full state {name}", value)
+
+    def record_optimizer_state(self, moment: str) -> None:
+        config = FullOptimStateDictConfig(
+            rank0_only=False, offload_to_cpu=False
+        )  # offloaded, torch's is wrong
+        with self.fsdp.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, None, config):
+            saved = self.fsdp.optim_state_dict(self.model, self.optimizer)
+        for name, state in saved["state"].items():
+            for key, value in state.items():
+                self.record(f"{moment}: optimizer state {name} {key}", value)
+
+    def record_reload(self) -> None:
+        """Save a full state dict, overwrite the parameters, and load it."""
+        state = self.full_state_dict()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.zero_()
+        with self.fsdp.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+            keys = self.model.load_state_dict(state)
+        self.record("keys of the load", (keys.missing_keys, keys.unexpected_keys))
+        self.record_params("loaded")
 
     # ---------------------------------------------------------------- stepping
     def batch(self, index: int = 0) -> Tensor:
@@ -183,12 +206,14 @@ class Scenario:
 def record_run(
     point: Point, scenario: Scenario, implementation_name: str, rank: int, world_size: int
 ) -> dict[str, Any]:
-    """Train STEPS steps and return the record. Its last entry is the full state dict."""
+    """Train STEPS steps and return the record. Its last entries are state dicts."""
     run = Run(point, implementation(implementation_name), rank, world_size)
     run.start(scenario.build)
     for run.step in range(1, STEPS + 1):
         scenario.step(run)
     run.record_full_state_dict("end")
+    run.record_optimizer_state("end")
+    run.record_reload()
     return run.trace
 
 
