@@ -94,10 +94,6 @@ def loss_of(output: Tensor) -> Tensor:
 # ----------------------------------------------------------------- graphs
 
 
-def fed_back(model: Any, rank: int) -> None:
-    loss_of(model(model(batch(rank)))).backward()
-
-
 def once(model: Any, rank: int) -> None:
     loss_of(model(batch(rank))).backward()
 
@@ -105,16 +101,6 @@ def once(model: Any, rank: int) -> None:
 def twice(model: Any, rank: int) -> None:
     for index in range(2):
         loss_of(model(batch(rank, index))).backward()
-
-
-def two_forwards(model: Any, rank: int) -> None:
-    (loss_of(model(batch(rank))) + loss_of(model(batch(rank, 1)))).backward()
-
-
-def retained(model: Any, rank: int) -> None:
-    loss = loss_of(model(batch(rank)))
-    loss.backward(retain_graph=True)
-    loss.backward()
 
 
 def gradients_of_inputs_first(model: Any, rank: int) -> None:
@@ -127,30 +113,7 @@ def by_part_of_the_output(model: Any, rank: int) -> None:
     model(batch(rank))[0].sum().backward()
 
 
-def through_a_no_grad_forward(model: Any, rank: int) -> None:
-    with torch.no_grad():
-        x = model(batch(rank))
-    loss_of(model(x)).backward()
-
-
-def after_inference_mode(model: Any, rank: int) -> None:
-    with torch.inference_mode():
-        model(batch(rank))
-    loss_of(model(batch(rank))).backward()
-
-
-GRAPHS = {
-    step.__name__: step
-    for step in (
-        fed_back,
-        two_forwards,
-        retained,
-        gradients_of_inputs_first,
-        by_part_of_the_output,
-        through_a_no_grad_forward,
-        after_inference_mode,
-    )
-}
+GRAPHS = {step.__name__: step for step in (gradients_of_inputs_first, by_part_of_the_output)}
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
@@ -162,20 +125,6 @@ def test_graph_gives_the_gradients_of_the_plain_model(
 ) -> None:
     model = sharded(strategy, use_orig_params=use_orig_params)
     assert_same_gradients(model, plain(), GRAPHS[graph], rank, world_size)
-
-
-@pytest.mark.parametrize("graph", ["fed_back", "two_forwards", "retained"])
-@pytest.mark.parametrize("mode", ["reentrant", "nonreentrant"])
-@pytest.mark.parametrize("place", ["around", "checkpoint_mode"])
-@all_strategies
-@on_ranks(2)
-def test_checkpointed_graph_gives_the_gradients_of_the_plain_model(
-    rank: int, world_size: int, strategy: str, place: str, mode: str, graph: str
-) -> None:
-    if graph == "retained" and mode == "reentrant":
-        pytest.skip("a reentrant checkpoint cannot be walked twice, sharded or not")
-    options = {place: mode}
-    assert_same_gradients(sharded(strategy, net=options), plain(**options), GRAPHS[graph], rank, world_size)
 
 
 @both_views
@@ -268,49 +217,6 @@ def test_a_unit_with_its_whole_module_in_a_checkpoint_is_resharded_at_once(rank:
     for _ in range(2):
         loss_of(model(batch(rank))).backward()
     assert gathered == [[False, False]] * 2
-
-
-class TurnsGradOn(nn.Module):
-    """A module that enables gradients in its forward, also if the caller disables them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            return self.layer(x)
-
-
-@both_views
-@on_ranks(2)
-def test_views_have_history_in_a_forward_without_gradients(use_orig_params: bool) -> None:
-    for which in ("torch", "fsdp_c"):
-        model = wrap(TurnsGradOn(), which, use_orig_params=use_orig_params)
-        layer = model.module.layer
-        seen: list[Tensor] = []
-        layer.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(module.weight))
-        with torch.no_grad():
-            model(torch.ones(2, WIDTH))
-        assert seen[0].grad_fn is not None and seen[0].requires_grad, which
-
-
-@both_views
-@on_ranks(2)
-def test_unit_prefetched_in_a_forward_without_gradients_trains(rank: int, use_orig_params: bool) -> None:
-    """Reentrant checkpointing runs the blocks under no_grad first, and gathers the next one ahead
-    there."""
-    models = [sharded(use_orig_params=use_orig_params, forward_prefetch=True) for _ in range(2)]
-    grads = []
-    for model, recompute in zip(models, (False, True), strict=True):
-        for _ in range(2):
-            x = batch(rank).requires_grad_()
-            output = checkpoint(model, x, use_reentrant=True) if recompute else model(x)
-            output.square().mean().backward()
-        grads.append([param.grad for param in model.parameters() if param.grad is not None])
-    assert grads[0] and len(grads[0]) == len(grads[1])
-    for expected, found in zip(*grads, strict=True):
-        torch.testing.assert_close(found, expected)
 
 
 # ----------------------------------------------------------------- inputs

@@ -44,6 +44,10 @@ ACTIONS: dict[str, tuple[Operation, ...]] = {
     "sync_with_held": (operation("forward"), operation("backward", graphs=(0, 1))),
     "infer": (operation("forward", mode="inference"),),
     "infer_with_gradients_on": (operation("forward", mode="inference with grad"),),
+    "evaluate_with_gradients_on": (
+        operation("forward", mode="no_grad with grad"),
+        operation("backward"),
+    ),
     "freeze": (operation("freeze", block=1, inner=False, frozen=True),),
     "thaw": (operation("freeze", block=1, inner=False, frozen=False),),
     "freeze_a_weight": (operation("freeze", block=2, inner=True, frozen=True),),
@@ -72,6 +76,7 @@ OF_UNITS = [
     # a unit frozen around an inference
     "sync step to_none freeze infer sync",
     "sync step to_none freeze infer_with_gradients_on sync",
+    "evaluate_with_gradients_on step to_none sync",
     "sync step to_zero freeze infer sync step sync",
     "sync freeze infer sync",
     "sync step to_none freeze infer sync thaw sync",

@@ -23,7 +23,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding.optional import is_marked
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.distributed.test_collectives import calls, counted
-from tests.ranks import both_views, device, on_ranks
+from tests.ranks import device, on_ranks
 from tests.storage import HELD_BACK, live_nbytes, live_nbytes_after_a_failure, settled_nbytes
 from tests.training import debug_level
 
@@ -303,26 +303,6 @@ EVERYTHING = Program(1, [[2, 0, 1]] * LAYERS)
 SOME = Program(0, [[1], [0, 2, 0]])
 
 
-@both_views
-@on_ranks(2)
-def test_optional_units_that_no_rank_ran_get_zero_gradients_that_accumulate(
-    rank: int, use_orig_params: bool
-) -> None:
-    model = optional_model(use_orig_params)
-    experts = [unit for unit in FSDP.fsdp_modules(model) if isinstance(unit.module, Expert)]
-    model(batch(rank), NOTHING).sum().backward()
-    assert len(experts) == 2 + LAYERS * EXPERTS
-    for unit in experts:
-        assert torch.equal(unit._flat_param.grad, torch.zeros_like(unit._flat_param))
-        assert all(param.grad is not None for param in unit.parameters() if param.numel())
-    for program in (EVERYTHING, NOTHING):
-        model(batch(rank), program).sum().backward()
-        grads = [unit._flat_param.grad.clone() for unit in experts]
-        if program is EVERYTHING:
-            before = grads
-    assert all(grad.any() and torch.equal(grad, earlier) for grad, earlier in zip(grads, before, strict=True))
-
-
 @on_ranks(2)
 def test_optional_units_that_the_synchronised_backward_skips_are_reduced(rank: int) -> None:
     """They have gradients of no_sync. The backward begins before the unit around them."""
@@ -358,35 +338,6 @@ def test_a_frozen_optional_unit_has_no_gradient(rank: int) -> None:
 # ----------------------------------------------------------------- the same collectives on all ranks
 
 
-def steps_of(model: FSDP, rank: int, programs: list[Program]) -> None:
-    def loss(step: int) -> Tensor:
-        return model(batch(rank), programs[(rank + step) % len(programs)]).square().mean()
-
-    loss(0).backward()
-    with model.no_sync():
-        loss(1).backward()
-    (loss(2) + loss(3)).backward()
-    with torch.no_grad():
-        loss(4)
-    loss(5)  # no backward follows
-    loss(6).backward()
-
-
-@pytest.mark.parametrize("strategy", TWO_RANKS, ids=lambda strategy: strategy.name)
-@pytest.mark.parametrize("prefetch", [True, False], ids=["ahead", "not ahead"])
-@on_ranks(2)
-def test_all_ranks_call_the_same_collectives(
-    rank: int, world_size: int, strategy: ShardingStrategy, prefetch: bool
-) -> None:
-    ahead = BackwardPrefetch.BACKWARD_PRE if prefetch else None
-    model = optional_model(sharding_strategy=strategy, forward_prefetch=prefetch, backward_prefetch=ahead)
-    with calls() as seen:
-        steps_of(model, rank, [NOTHING, EVERYTHING, SOME])
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, seen)
-    assert len(seen) > 10 and everyone[0] == everyone[1]
-
-
 @on_ranks(2)
 def test_optional_units_are_all_gathered_and_reduced_with_their_parent(rank: int) -> None:
     """Sizes tell units apart: a layer has 30 elements, an expert 77, the root 30."""
@@ -400,16 +351,6 @@ def test_optional_units_are_all_gathered_and_reduced_with_their_parent(rank: int
         model(batch(rank), [[2], []][rank]).sum().backward()
     gathers, reductions = [("AG", expert)] * EXPERTS, [("RS", expert)] * EXPERTS
     assert seen == [("AG", around), *gathers, *gathers, *reductions, ("RS", around)]
-
-
-@on_ranks(2)
-def test_optional_units_stay_unsharded_under_shard_grad_op(rank: int) -> None:
-    model = optional_model(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    units = len(FSDP.fsdp_modules(model))
-    for program in (SOME, NOTHING):
-        with calls() as seen:
-            model(batch(rank), program).sum().backward()
-        assert counted(seen) == {"AG": units, "RS": units}
 
 
 @on_ranks(2)
@@ -432,16 +373,6 @@ def test_optional_units_of_one_parent_are_unsharded_at_a_time(rank: int) -> None
 
 
 # ----------------------------------------------------------------- without a mark
-
-
-@on_ranks(2)
-def test_units_that_are_not_optional_are_all_gathered_when_they_run(rank: int) -> None:
-    torch.manual_seed(0)
-    model = FSDP(Layer(None, False), auto_wrap_policy=ModuleWrapPolicy({Expert}), device_id=device())
-    expert, around = (unit._handle.layout.padded_numel for unit in (model.module.experts[0], model))
-    with calls() as seen:
-        model(batch(rank), [1]).sum().backward()
-    assert seen == [("AG", around), ("AG", expert), ("AG", expert), ("RS", expert), ("RS", around)]
 
 
 # ----------------------------------------------------------------- other parts of a step

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.test_use_orig_params import OPTIMIZERS, Trace, backward, compare, named, steps
+from tests.distributed.test_use_orig_params import backward, named
 from tests.models import WIDTH
 from tests.parity.engine import implementation
-from tests.ranks import all_strategies, device, on_ranks
+from tests.ranks import device, on_ranks
 from tests.training import batch, debug_level, sharded
 
 BOTH = ("torch", "fsdp_c")
@@ -56,78 +56,12 @@ def test_writeback_is_warned_of_under_debug_info(rank: int) -> None:
     assert counts == {(which, level): kinds for which in BOTH for level, kinds in wanted.items()}
 
 
-def edit_in_place(model: Any, param: nn.Parameter, name: str) -> None:
-    with torch.no_grad():
-        param.mul_(0.5).add_(0.125)
-
-
-def replace_data(model: Any, param: nn.Parameter, name: str) -> None:
-    param.data = param.detach() * 0.5 + 0.125
-
-
 def replace_parameter(model: Any, param: nn.Parameter, name: str) -> None:
     path, _, attribute = name.rpartition(".")
     owner = dict((key.replace("_fsdp_wrapped_module.", ""), module) for key, module in model.named_modules())
     module = owner[path]
     module = getattr(module, "_fsdp_wrapped_module", module)
     setattr(module, attribute, nn.Parameter(param.detach() * 0.5 + 0.125))
-
-
-EDITS = {"in_place": edit_in_place, "data": replace_data, "parameter": replace_parameter}
-
-
-@pytest.mark.parametrize("edit", EDITS)
-@all_strategies
-@on_ranks(2)
-def test_edited_parameters_reach_the_shards(rank: int, strategy: str, edit: str) -> None:
-    def body(model: Any, trace: Trace, rank: int) -> None:
-        for name, param in list(named(model).items()):
-            if param.numel() and name in (
-                "inp.weight",
-                "blocks.0.up.weight",
-                "blocks.2.norm.bias",
-                "head.bias",
-            ):
-                EDITS[edit](model, param, name)
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        with torch.no_grad():
-            trace["output"] = model(batch(rank, 0))
-        steps(model, trace, rank, optimizer)
-
-    trace = compare(rank, body, strategy)
-    with torch.no_grad():
-        assert not torch.equal(trace["output"], sharded("fsdp_c", strategy)(batch(rank, 0)))
-
-
-@pytest.mark.parametrize("change", ["replaced", "none", "all_none", "scaled"])
-@all_strategies
-@on_ranks(2)
-def test_edited_gradients_reach_the_reduction(rank: int, strategy: str, change: str) -> None:
-    def edit(params: dict[str, nn.Parameter]) -> None:
-        for index, param in enumerate(params.values()):
-            if param.grad is None:
-                continue
-            if change == "replaced" and index % 2:
-                param.grad = param.grad * 2 + 1
-            elif change == "scaled":
-                param.grad.mul_(3)
-            elif change == "all_none" or (change == "none" and index % 2):
-                param.grad = None
-
-    def body(model: Any, trace: Trace, rank: int) -> None:
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        for step in range(2):
-            backward(model, 0, rank)
-            edit(named(model))
-            trace.record(f"{step} edited", named(model))
-            backward(model, 1, rank)  # adds to the edited gradients
-            trace.record(f"{step} added", named(model))
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.record(f"{step} stepped", named(model))
-
-    # torch takes them over on the stream that gathers, and adds to them on the one that reduces
-    compare(rank, body, strategy, torch_races=True)
 
 
 def unheld(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

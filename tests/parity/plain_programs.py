@@ -227,7 +227,8 @@ def run_program(rank: int, world_size: int, program: Program, is_legal: bool = F
             failure = _agreed(_run_action(sides[0], sides[1], action, is_legal))
             if failure is not None:
                 return f"action {number}, {action}: {failure}"
-        return None
+        held = sum(handle.unsharded_nbytes for handle in sides[0].model._all_handles)
+        return _agreed(f"{held} bytes stay unsharded after the last backward" if held else None)
     except Ended:
         return None
     finally:
