@@ -4,12 +4,10 @@ recompilation.
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.ranks import on_ranks
@@ -31,13 +29,7 @@ def compiled(module):
     return torch.compile(module, backend="aot_eager")
 
 
-POLICIES = {
-    "policy": ModuleWrapPolicy({Block}),
-    "functional policy": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-}
-
-
-def model(where, use_orig_params=True):
+def model(where):
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 4)]
     if where == "inside":
@@ -48,15 +40,12 @@ def model(where, use_orig_params=True):
     if where == "in place":
         for one in layers:
             one.compile(backend="aot_eager")
-    if where in POLICIES:
-        layers = [compiled(one) if isinstance(one, Block) else one for one in layers]
-    policy = POLICIES.get(where, POLICIES["policy"])
-    return FSDP(nn.Sequential(*layers), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    return FSDP(nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
 
 
-def losses(where, rank, use_orig_params=True):
+def losses(where, rank):
     torch._dynamo.reset()
-    wrapped = model(where, use_orig_params)
+    wrapped = model(where)
     called = compiled(wrapped) if where == "outside" else wrapped
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
     torch.manual_seed(1 + rank)

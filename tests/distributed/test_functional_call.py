@@ -81,10 +81,6 @@ def tensors(model: FSDP) -> None:
     functional_call(model, halved(dict(model.named_parameters())), (batch(),))
 
 
-def whole_tensors(model: FSDP) -> None:
-    functional_call(model, halved(full(plain())), (batch(),))
-
-
 def one_tensor(model: FSDP) -> None:
     name, param = list(model.named_parameters())[-1]
     functional_call(model, {name: param.detach() * 0.5}, (batch(),))
@@ -176,12 +172,6 @@ def test_functional_call_on_a_unit_is_refused_before_any_change(
     for swap in SWAPS:
         for steps in (0, 1):
             check_refused(swap, rank, steps, strategy=strategy, use_orig_params=use_orig_params)
-
-
-@all_strategies
-@on_ranks(2)
-def test_functional_call_with_unsharded_values_is_refused_on_all_ranks(rank: int, strategy: str) -> None:
-    check_refused(whole_tensors, rank, 1, strategy=strategy)
 
 
 @on_ranks(2)
@@ -393,41 +383,6 @@ def test_an_evaluation_inside_an_accumulation_uses_averaged_weights(use_orig_par
                 one(batch()).square().mean().backward()
             put_in(one)
         torch.testing.assert_close(evaluated(model), evaluated(expected))
-
-
-@all_strategies
-@on_ranks(2)
-def test_data_assigned_to_a_flat_parameter_after_a_forward_is_used_by_the_next(
-    strategy: str,
-) -> None:
-    model, expected = wrap(plain(), strategy, use_orig_params=False), plain()
-    kept = [one(batch()) for one in (model, expected)]
-    for one in (model, expected):
-        assign_data(one)
-    torch.testing.assert_close(evaluated(model), evaluated(expected))
-    torch.testing.assert_close(full(model), full(expected))
-    del kept
-
-
-@all_strategies
-@on_ranks(2)
-def test_data_written_to_after_a_forward_whose_graph_is_kept_is_seen(strategy: str) -> None:
-    """The writes go through the current parameters, or through those from before the forward (``held``)."""
-    for held in (False, True):
-        for backward in (False, True):
-            results = []
-            for one in (wrap(plain(), strategy), plain()):
-                params = list(one.parameters())
-                kept = one(batch()).square().mean()
-                for param in params if held else one.parameters():
-                    param.data.mul_(0.5)
-                if (
-                    backward and strategy == "SHARD_GRAD_OP"
-                ):  # with other strategies the backward reads the new values
-                    kept.backward()
-                results.append((evaluated(one), full(one)))
-                del kept
-            torch.testing.assert_close(*results)
 
 
 # ----------------------------------------------------------------- parameters that are computed

@@ -147,24 +147,6 @@ def test_mixed_strategies_equal_torch(
 # ------------------------------------------------------------------ one rank per sharding group
 
 
-@on_ranks(2)
-def test_replicas_of_one_shard_stay_equal_over_steps(rank: int, world_size: int) -> None:
-    build = hybrid(process_group=groups(2, 1))
-    trace = record_run(
-        Point("replicas", "HYBRID_SHARD", precision="bf16"),
-        Scenario(build, accumulate_step),
-        "fsdp_c",
-        rank,
-        world_size,
-    )
-    states = {label: value for label, value in trace.items() if "full state" in label}
-    for value in states.values():
-        of_rank_0 = value.clone()
-        dist.broadcast(of_rank_0, 0)
-        assert torch.equal(value, of_rank_0)
-    assert len(states) > 10
-
-
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @both_views
 @on_ranks(4)

@@ -17,23 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.fsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
@@ -55,7 +51,6 @@ from tests.parity.scenarios import (
     plain_step,
 )
 from tests.ranks import both_views, device, on_ranks
-from tests.training import assert_same
 
 PER_LAYER = ModuleWrapPolicy({tp.Layer})
 PLANS = ("mlp", "sequence")
@@ -307,20 +302,6 @@ def test_gradient_norm_is_that_of_the_plain_model(
     assert_same_step(model, reference, lr=50.0)
 
 
-@on_ranks(4)
-def test_gradient_norm_is_the_same_on_all_ranks_and_in_torch_it_is_not(rank: int, world_size: int) -> None:
-    """torch's FSDP1 reduces the norm over the data parallel ranks alone: replicated parameters then drift
-    apart."""
-    found = {}
-    for which in ("torch", "fsdp_c"):
-        model = wrap(tp.parallelized(plain(), "sequence"), which)
-        loss_of(model, rank // 2).backward()
-        norms: list[Any] = [None] * world_size
-        dist.all_gather_object(norms, model.clip_grad_norm_(0.01).item())
-        found[which] = len(set(norms))
-    assert found == {"torch": 2, "fsdp_c": 1}
-
-
 @both_views
 @on_ranks(4)
 def test_a_grad_scaler_skips_a_step_that_one_tensor_parallel_rank_overflows_in(
@@ -420,19 +401,6 @@ def test_entry_of_local_shape_is_refused_and_nothing_is_loaded() -> None:
     with pytest.raises(RuntimeError, match=r"size mismatch for layers\.1\.up\.weight"):
         load(model, state)
     assert_close(dict(plain().named_parameters()), full_params(model))
-
-
-@both_views
-@on_ranks(4)
-def test_dcp_state_dict_is_full_over_both_dimensions(use_orig_params: bool) -> None:
-    model = wrap(tp.parallelized(plain(), "sequence"), use_orig_params=use_orig_params)
-    options = StateDictOptions(full_state_dict=True)
-    with mock.patch("torch.distributed.checkpoint.state_dict.FSDP", FSDP):
-        state = get_model_state_dict(model, options=options)
-        assert not any(isinstance(value, DTensor) for value in state.values())
-        assert_close(plain().state_dict(), state)
-        set_model_state_dict(model, plain(4).state_dict(), options=options)
-    assert_close(plain(4).state_dict(), full_params(model))
 
 
 # ------------------------------------------------------------------ construction
@@ -623,82 +591,6 @@ def test_optimizer_state_is_the_plain_models_and_loads_again(
         step(each, its_optimizer, rank // 2, range(2, 4))
     expected = full_params(model)
     assert all(torch.equal(value, expected[name]) for name, value in full_params(other).items())
-
-
-@both_views
-@on_ranks(4)
-def test_optimizer_state_of_a_plain_model_loads_into_tensor_parallel_parameters(
-    use_orig_params: bool,
-) -> None:
-    model, optimizer = reference()
-    by_name = FSDP.rekey_optim_state_dict(
-        optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=optimizer
-    )
-    parallel = wrap(tp.parallelized(plain(), "sequence"), use_orig_params=use_orig_params)
-    its_optimizer = torch.optim.Adam(parallel.parameters(), lr=0.02, eps=1e-3)
-    load_optim_state(parallel, its_optimizer, by_name, "full")
-    assert_is_reference(optim_state(parallel, its_optimizer, "full"))
-
-
-class ScaledLanguage(tp.Language):
-    """A model with parameters without dimensions: a plain one and, if parallelized, a DTensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.gain = nn.Parameter(torch.tensor(0.8)), nn.Parameter(torch.tensor(1.1))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        gain = self.gain.to_local() if isinstance(self.gain, DTensor) else self.gain
-        return super().forward(tokens) * self.scale * gain
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@both_views
-@on_ranks(4)
-def test_parameters_without_dimensions_are_saved_and_load_again(
-    rank: int, use_orig_params: bool, strategy: str
-) -> None:
-    def build() -> tuple[Any, torch.optim.Optimizer]:
-        torch.manual_seed(3)
-        module = tp.parallelized(ScaledLanguage(), "mlp")
-        gain = distribute_tensor(module.gain.detach(), tp.mesh()["tp"], [Replicate()])
-        module.gain = nn.Parameter(gain)
-        options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
-        model = wrap(module, **options)
-        return model, torch.optim.Adam(model.parameters(), lr=0.02, eps=1e-3)
-
-    torch.manual_seed(3)
-    plain_model = ScaledLanguage()
-    plain_optimizer = torch.optim.Adam(plain_model.parameters(), lr=0.02, eps=1e-3)
-    model, optimizer = build()
-    for index in range(2):
-        reference_backward(plain_model, (index,))
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
-    step(model, optimizer, rank // 2, range(2))
-    expected = {name: param.detach() for name, param in plain_model.named_parameters()}
-    assert_close(
-        expected, dict(sorted(full_params(model).items(), key=lambda one: list(expected).index(one[0])))
-    )
-    for kind, (of_model, _) in OPTIM_CONFIGS.items():
-        state = optim_state(model, optimizer, kind)
-        for name in ("scale", "gain") if state else ():
-            own = plain_optimizer.state[getattr(plain_model, name)]
-            for key, value in state["state"][name].items():
-                torch.testing.assert_close(full(value), own[key], check_device=False)
-        with FSDP.state_dict_type(model, of_model):
-            saved = model.state_dict()
-        other, other_optimizer = build()
-        step(other, other_optimizer, rank // 2, range(5, 6))
-        with FSDP.state_dict_type(other, of_model):
-            other.load_state_dict(saved)
-        load_optim_state(other, other_optimizer, state, kind)
-        again, again_optimizer = build()
-        load(again, full_state(model))
-        load_optim_state(again, again_optimizer, optim_state(model, optimizer, "full"), "full")
-        for each, its_optimizer in ((other, other_optimizer), (again, again_optimizer)):
-            step(each, its_optimizer, rank // 2, range(2, 4))
-        assert_same(full_params(again), full_params(other))
 
 
 @both_views

@@ -414,21 +414,6 @@ def same_state(saved: dict[str, Any], expected: list[Optimizer], plain: nn.Modul
                     assert torch.equal(left, right.cpu()) if is_tensor else left == right, (names[param], key)
 
 
-@pytest.mark.parametrize("kind", ["muon", "sgd", "adamw", "adafactor", "factored"])
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
-@on_ranks(2)
-def test_full_state_is_that_of_the_plain_optimizer(kind: str, strategy: ShardingStrategy) -> None:
-    plain, model, expected, optimizer = trained_alike(FACTORIES[kind], 2, sharding_strategy=strategy)
-    saved = FSDP.optim_state_dict(model, optimizer)
-    same_state(saved["state"], expected, plain)
-    other = wrapped(plain, auto_wrap_policy=None)  # a different wrapping continues from there
-    resumed = WholeParameters(other, FACTORIES[kind])
-    resumed.load_state_dict(FSDP.optim_state_dict_to_load(other, resumed, saved))
-    train(plain, expected, range(2, 4))
-    train(other, [resumed], range(2, 4))
-    same_values(other, plain)
-
-
 def decayed_or_factored(named: Named) -> list[Optimizer]:
     """Return optimizers with state of the parameter's shape, and of other shapes."""
     factored = [param for name, param in named if "up" in name or "head" in name]
@@ -616,27 +601,6 @@ def swapped_owners(model: FSDP) -> WholeParameters:
         return WholeParameters(model, FACTORIES["factored"])
     finally:
         whole_parameters._choose_owners = choose
-
-
-@on_ranks(2)
-def test_sharded_state_round_trip() -> None:
-    plain = plain_model()
-    model = wrapped(plain)
-    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-    optimizer = WholeParameters(model, matrices_by_muon)
-    train(model, [optimizer], range(2))
-    saved = FSDP.optim_state_dict(model, optimizer)
-    twin = copy.deepcopy(model.state_dict())
-    before = {name: value.clone() for name, value in summoned(model).items()}
-    train(model, [optimizer], range(2, 4))
-    after = summoned(model)
-    model.load_state_dict(twin)
-    assert all(torch.equal(before[name], value) for name, value in summoned(model).items())
-    again = WholeParameters(model, matrices_by_muon)
-    again.load_state_dict(FSDP.optim_state_dict_to_load(model, again, saved))
-    assert again.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
-    train(model, [again], range(2, 4))
-    assert all(torch.equal(after[name], value) for name, value in summoned(model).items())
 
 
 def summoned(model: FSDP) -> dict[str, torch.Tensor]:

@@ -19,17 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
-    FullStateDictConfig,
     MixedPrecision,
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.func import functional_call
-from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.test_outputs import DataOutput, OrderedOutput, Returns
+from tests.distributed.test_outputs import Returns
 from tests.models import WIDTH
 from tests.ranks import STRATEGIES, all_strategies, both_views, device, on_ranks
 from tests.simulated_gpu import races
@@ -39,20 +37,6 @@ BOTH = ("torch", "fsdp_c")
 NO_ACCELERATOR = (
     "Cannot access accelerator device|Found no NVIDIA driver"  # a CPU build or a CUDA build of torch
 )
-
-
-def full_gradients(model: Any) -> list[Tensor]:
-    with type(model).summon_full_params(model, with_grads=True):
-        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def plain_gradients(
-    world_size: int, forwards: Callable[[nn.Module, int], Tensor], **options: Any
-) -> list[Tensor]:
-    """Return the gradients of the unsharded model, averaged over the batches of all ranks."""
-    model = plain(**options)
-    sum(forwards(model, rank) / world_size for rank in range(world_size)).backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
@@ -461,50 +445,7 @@ def test_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients() -> None:
     assert norms == {"torch": [3.0, pytest.approx(18**0.5)], "fsdp_c": [3.0, 3.0]}
 
 
-@both_views
-@on_ranks(2)
-def test_offloaded_gradients_accumulate_outside_no_sync(rank: int, use_orig_params: bool) -> None:
-    """torch does not support CPU offload on a CPU, so the expected sum is that of its training without
-    offload.
-    """
-    with pytest.raises(RuntimeError, match=NO_ACCELERATOR):
-        model = sharded("torch", cpu_offload=CPUOffload(offload_params=True), use_orig_params=use_orig_params)
-        model(batch(rank)).sum().backward()
-    models = [
-        sharded("torch", use_orig_params=use_orig_params),
-        sharded("fsdp_c", use_orig_params=use_orig_params, cpu_offload=CPUOffload(offload_params=True)),
-    ]
-    for model in models:
-        for index in range(2):
-            model(batch(rank, index)).sum().backward()
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert (one.grad is None and other.grad is None) or torch.equal(one.grad, other.grad)
-
-
 # ----------------------------------------------------------------- state dicts and summon
-
-
-@on_ranks(2)
-def test_full_state_dict_offloaded_on_a_cpu_is_returned_alive() -> None:
-    """torch frees the storage that it returns and crashes with SIGSEGV."""
-    model = sharded("fsdp_c")
-    config = FullStateDictConfig(offload_to_cpu=True)
-    with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-        state = model.state_dict()
-    for name, value in plain().state_dict().items():
-        assert torch.equal(state[name], value), name
-
-
-@on_ranks(2)
-def test_summon_offloaded_on_a_cpu_works(rank: int) -> None:
-    """torch crashes with SIGSEGV."""
-    model = sharded("fsdp_c")
-    with type(model).summon_full_params(model, offload_to_cpu=True, rank0_only=True, writeback=False):
-        if rank == 0:
-            for one, other in zip(model.parameters(), plain().parameters(), strict=True):
-                assert torch.equal(one, other)
-    loss = model(batch(rank)).sum()
-    assert torch.equal(loss, plain()(batch(rank)).sum())
 
 
 @pytest.mark.parametrize(
@@ -548,18 +489,6 @@ def test_state_dict_type_is_restored_when_the_body_raises() -> None:
     assert found == {"torch": StateDictType.SHARDED_STATE_DICT, "fsdp_c": StateDictType.FULL_STATE_DICT}
 
 
-@on_ranks(2)
-def test_no_shard_honours_rank0_only(rank: int) -> None:
-    sizes = {}
-    for which in BOTH:
-        model = sharded(which, strategy="NO_SHARD")
-        config = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
-        with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-            sizes[which] = len(model.state_dict())
-    everything = len(plain().state_dict())
-    assert sizes == {"torch": everything, "fsdp_c": everything if rank == 0 else 0}
-
-
 @pytest.mark.parametrize("query", ["check_is_root", "state_dict"])
 @on_ranks(2)
 def test_a_query_on_an_inner_unit_decides_nothing(rank: int, query: str) -> None:
@@ -578,23 +507,6 @@ def test_a_query_on_an_inner_unit_decides_nothing(rank: int, query: str) -> None
 
 
 # ----------------------------------------------------------------- autograd
-
-
-class DictOutput(dict):
-    """A subclass of dict."""
-
-
-@pytest.mark.parametrize(
-    ("container", "type_of_torch"),
-    [(OrderedOutput, OrderedOutput), (DictOutput, dict), (DataOutput, DataOutput)],
-)
-@on_ranks(2)
-def test_outputs_are_returned_as_they_were(rank: int, container: type, type_of_torch: type) -> None:
-    for which in BOTH:
-        unit = Returns(lambda value: container(value=value))
-        output = wrap(unit, which)(batch(rank))
-        assert (output is unit.returned) == (which == "fsdp_c")
-        assert type(output) is (type_of_torch if which == "torch" else container)
 
 
 class Recurrent(nn.Module):
@@ -633,31 +545,6 @@ def frozen_start(which: str) -> Any:
     torch.manual_seed(3)
     model = FrozenStart()
     return model if which == "plain" else wrap(model, which)
-
-
-def total_norm(gradients: list[Tensor | None]) -> float:
-    return torch.stack([gradient.norm() for gradient in gradients if gradient is not None]).norm().item()
-
-
-@on_ranks(2)
-def test_gradients_of_frozen_parameters_do_not_count(rank: int) -> None:
-    """In torch the views of frozen parameters also require grad. Under no_sync their gradients stay and are
-    clipped.
-    """
-    trained, frozen = {}, {}
-    for which in BOTH:
-        model = wrap(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), which, strategy="NO_SHARD"
-        )
-        model.module[0].requires_grad_(False)
-        with model.no_sync():
-            model(batch(rank)).square().sum().backward()
-        model.clip_grad_norm_(0.1)
-        frozen[which] = [parameter.grad is not None for parameter in model.module[0].parameters()]
-        trained[which] = total_norm([parameter.grad for parameter in model.module[1].parameters()])
-    assert frozen == {"torch": [True, True], "fsdp_c": [False, False]}
-    assert trained["fsdp_c"] == pytest.approx(0.1, rel=1e-4)
-    assert trained["torch"] < 0.099
 
 
 @on_ranks(2)
@@ -709,48 +596,6 @@ def test_offloaded_optimizer_state_equals_the_state_on_the_device(rank: int) -> 
         assert (right, confused) == ((True, False) if which == "fsdp_c" else (False, True))
 
 
-@on_ranks(2)
-def test_local_state_dict_with_original_parameters_loads() -> None:
-    for which in BOTH:
-        model = sharded(which)
-        with type(model).state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-            state = model.state_dict()
-            if which == "torch":
-                with pytest.raises(RuntimeError, match="Unexpected key.*_flat_param"):
-                    model.load_state_dict(state)
-            else:
-                assert model.load_state_dict(state).missing_keys == []
-
-
-@on_ranks(2)
-def test_each_parameter_has_a_step_of_its_own(rank: int) -> None:
-    """After a load with use_orig_params torch increments a shared step once per parameter."""
-    steps = {}
-    for which in BOTH:
-        state = whole_optim_state(*adam_trained(which, rank, use_orig_params=False), offload=False)
-        model = sharded(which)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=False)
-        with type(model).state_dict_type(
-            model, StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(rank0_only=False)
-        ):
-            optimizer.load_state_dict(
-                type(model).optim_state_dict_to_load(
-                    model, optimizer, {"state": state, "param_groups": optimizer_groups(model)}
-                )
-            )
-        model(batch(rank)).square().mean().backward()
-        optimizer.step()
-        steps[which] = {float(one["step"]) for one in optimizer.state.values()}
-    assert steps["fsdp_c"] == {3.0}
-    assert max(steps["torch"]) > 3.0
-
-
-def optimizer_groups(model: Any) -> list[dict[str, Any]]:
-    groups = torch.optim.Adam(model.parameters(), lr=0.01, foreach=False).state_dict()["param_groups"]
-    names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
-    return [{**group, "params": names} for group in groups]
-
-
 @both_views
 @on_ranks(2)
 def test_names_of_tied_parameters_come_in_the_order_of_the_plain_model(use_orig_params: bool) -> None:
@@ -800,23 +645,6 @@ def test_gradients_missing_on_one_rank_are_zeros_of_their_own_dtype(rank: int) -
 
 
 @on_ranks(2)
-def test_data_put_where_the_rank_holds_nothing_is_refused(rank: int) -> None:
-    outputs = {}
-    for which in BOTH:
-        model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), which)
-        for parameter in model.parameters():
-            if parameter.numel() == 0:
-                parameter.data = torch.full((4,), 100.0)
-        with torch.no_grad():
-            outputs[which] = gradients_or_error(lambda model=model: [model(batch(rank))])
-    assert outputs["torch"][0].abs().max() < 50  # torch has lost the values
-    assert (
-        f"rank {rank}" in outputs["fsdp_c"]
-        and "summon_full_params(module, writeback=True)" in outputs["fsdp_c"]
-    )
-
-
-@on_ranks(2)
 def test_low_precision_gradients_of_tied_weights_are_kept(rank: int, world_size: int) -> None:
     keep = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
 
@@ -829,43 +657,6 @@ def test_low_precision_gradients_of_tied_weights_are_kept(rank: int, world_size:
     dist.all_gather_object(everywhere := [None] * world_size, failures[0])
     assert any(everywhere)
     assert step("fsdp_c") == {torch.bfloat16}
-
-
-@on_ranks(2)
-def test_a_model_is_frozen_between_forward_and_backward(rank: int) -> None:
-    said = {}
-    for which in BOTH:
-        model = sharded(which, strategy="SHARD_GRAD_OP")
-        model(batch(rank))
-        with contextlib.suppress(RuntimeError):
-            model.requires_grad_(False)
-        with torch.no_grad():
-            model(batch(rank))
-        said[which] = any(parameter.requires_grad for parameter in model.parameters())
-    assert said == {"torch": True, "fsdp_c": False}
-
-
-@pytest.mark.parametrize("which", BOTH)
-@on_ranks(2)
-def test_a_module_within_a_unit_shows_views_which_its_zero_grad_does_not_see_past(
-    rank: int, which: str
-) -> None:
-    """Remedy: call zero_grad() of the unit or of the optimizer."""
-    model = sharded(which, strategy="SHARD_GRAD_OP")
-    parameters = list(model.parameters())
-    model(batch(rank)).sum().backward()
-    before = [parameter.grad for parameter in parameters]
-    loss = model(batch(rank)).sum()
-    unit = next(
-        module
-        for module in model.modules()
-        if module is not model and hasattr(module, "_fsdp_wrapped_module")
-    )
-    within = next(module for module in unit.module.modules() if module._parameters)
-    with pytest.warns(UserWarning, match="grad attribute of a Tensor that is not a leaf"):
-        within.zero_grad()
-    assert loss.requires_grad
-    assert all(parameter.grad is grad for parameter, grad in zip(parameters, before, strict=True))
 
 
 class PartlyCheckpointed(nn.Module):
@@ -907,34 +698,6 @@ def test_a_checkpointed_part_is_reduced_with_the_rest(
     assert torch.equal(gradients("fsdp_c", True), without)
 
 
-@pytest.mark.parametrize("which", BOTH)
-@on_ranks(2)
-def test_a_reentrant_checkpoint_within_one_around_all_of_a_unit_raises_in_both(
-    rank: int, world_size: int, which: str
-) -> None:
-    """Remedy: a non-reentrant checkpoint."""
-
-    class Nested(nn.Module):
-        def __init__(self, use_reentrant: bool) -> None:
-            super().__init__()
-            self.net, self.use_reentrant = plain(around="reentrant"), use_reentrant
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.net, x.requires_grad_(), use_reentrant=self.use_reentrant)
-
-    def gradients(use_reentrant: bool) -> Any:
-        model = wrap(Nested(use_reentrant), which)
-        model(batch(rank)).sum().backward()
-        return full_gradients(model)
-
-    said = gradients_or_error(lambda: gradients(True))
-    races.forget()
-    assert isinstance(said, str) and re.search("storage|shape|1-D", said)
-    if which == "fsdp_c":
-        expected = plain_gradients(world_size, lambda model, one: model(batch(one)).sum(), around="reentrant")
-        assert_close(gradients(False), expected)
-
-
 @on_ranks(2)
 def test_gradients_of_transposed_parameters_lie_as_those_do(rank: int) -> None:
     own, contiguous = (1, WIDTH + 1), (WIDTH, 1)
@@ -969,64 +732,6 @@ def test_compiled_blocks_are_the_units_that_a_policy_chooses(rank: int, use_orig
     expected = gradients("torch", False)
     found = gradients("fsdp_c", True)
     assert len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
-
-
-def full_values(model: Any) -> list[Tensor]:
-    with type(model).summon_full_params(model):
-        return [param.detach().clone() for param in model.parameters()]
-
-
-@on_ranks(2)
-def test_functional_call_on_a_unit_leaves_its_weights(rank: int) -> None:
-    for which in BOTH:
-        model = wrap(nn.Linear(WIDTH, WIDTH), which)
-        before = full_values(model)
-        halves = {name: param.detach() * 0.5 for name, param in model.named_parameters()}
-        refused = pytest.raises(RuntimeError, match=f"rank {rank}, unit Linear: weight is another tensor")
-        with torch.no_grad(), refused if which == "fsdp_c" else contextlib.nullcontext():
-            functional_call(model, halves, (batch(rank),))
-        factor = 0.5 if which == "torch" else 1
-        assert all(map(torch.equal, full_values(model), [factor * value for value in before]))
-
-
-@on_ranks(2)
-def test_flat_parameters_that_are_passed_are_not_ignored(rank: int) -> None:
-    for which in BOTH:
-        model = wrap(nn.Linear(WIDTH, WIDTH), which, use_orig_params=False)
-        own = model(batch(rank)).detach()
-        halves = {name: param.detach() * 0.5 for name, param in model.named_parameters()}
-        if which == "torch":
-            assert torch.equal(functional_call(model, halves, (batch(rank),)).detach(), own)
-        else:
-            with pytest.raises(RuntimeError, match="another tensor than the unit's flat parameter"):
-                functional_call(model, halves, (batch(rank),))
-
-
-@on_ranks(2)
-def test_a_weight_is_parametrized_before_wrapping(rank: int) -> None:
-    for which in BOTH:
-        model = wrap(nn.Linear(WIDTH, WIDTH), which)
-        parametrize.register_parametrization(model.module, "weight", nn.Tanh())
-        said = "no deleter" if which == "torch" else f"rank {rank}, unit ParametrizedLinear: weight was taken"
-        with pytest.raises(AttributeError if which == "torch" else RuntimeError, match=said):
-            model(batch(rank))
-
-
-@both_views
-@on_ranks(2)
-def test_averaged_weights_are_taken_out_again(rank: int, use_orig_params: bool) -> None:
-    for which in BOTH:
-        model = wrap(nn.Linear(WIDTH, WIDTH), which, use_orig_params=use_orig_params)
-        before = full_values(model)
-        held = {param: param.data for param in model.parameters()}
-        for param in held:
-            param.data = param.detach() * 0.5
-        with torch.no_grad():
-            model(batch(rank))
-        for param, data in held.items():
-            param.data = data
-        factor = 0.5 if which == "torch" else 1
-        assert all(map(torch.equal, full_values(model), [factor * value for value in before]))
 
 
 class Shared(nn.Module):
@@ -1153,42 +858,3 @@ def test_a_refused_set_state_dict_type_changes_no_unit() -> None:
         "torch": ["LOCAL", "LOCAL", "SHARDED", "FULL"],
         "fsdp_c": ["FULL", "FULL", "SHARDED", "FULL"],
     }
-
-
-@both_views
-@on_ranks(2)
-def test_gradients_in_float64_are_clipped(use_orig_params: bool) -> None:
-    norms = []
-    for which in BOTH:
-        model = wrap(plain().double(), which, use_orig_params=use_orig_params)
-        model(batch(0).double()).sum().backward()
-        if which == "torch":
-            with pytest.raises(RuntimeError, match="without narrowing"):
-                model.clip_grad_norm_(1.0)
-        else:
-            norms.append(model.clip_grad_norm_(1.0))
-    module = plain().double()
-    module(batch(0).double()).sum().backward()
-    torch.testing.assert_close(norms[0], torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0))
-
-
-@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT], ids=str)
-@both_views
-@on_ranks(2)
-def test_buffers_registered_after_wrapping_are_saved_in_their_own_dtype(
-    kind: StateDictType, use_orig_params: bool
-) -> None:
-    found = {}
-    for which in BOTH:
-        precision = MixedPrecision(buffer_dtype=torch.bfloat16)
-        model = sharded(which, use_orig_params=use_orig_params, mixed_precision=precision)
-        block = model.blocks[0].module
-        block.register_buffer("late", torch.tensor([1 / 3]))
-        model(batch(0))
-        block.register_buffer("second", block.scale)
-        with type(model).state_dict_type(model, kind):
-            saved = model.state_dict()
-        assert saved["blocks.0.late"].item() == torch.tensor(1 / 3).bfloat16()
-        assert saved["blocks.0.scale"].dtype == torch.float32
-        found[which] = [saved[name].dtype for name in ("blocks.0.late", "blocks.0.second")]
-    assert found == {"torch": [torch.bfloat16] * 2, "fsdp_c": [torch.float32] * 2}

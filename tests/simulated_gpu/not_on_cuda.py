@@ -70,9 +70,6 @@ REASONS: dict[str, dict[str, str]] = {
         "test_terms_made_before_the_forward_give_torchs_gradients": RACE,
     },
     "tests/parity/test_differences.py": {
-        "test_offloaded_gradients_accumulate_outside_no_sync": ON_CPU,
-        "test_full_state_dict_offloaded_on_a_cpu_is_returned_alive": ON_CPU,
-        "test_summon_offloaded_on_a_cpu_works": ON_CPU,
         "test_offloaded_optimizer_state_equals_the_state_on_the_device": ON_CPU,
         "test_the_cpu_is_a_device_like_others[no device]": ON_CPU,
         "test_the_cpu_is_a_device_like_others[no device, sync]": ON_CPU,
