@@ -42,16 +42,21 @@ def clip_with_both(build: Any, rank: int, *arguments: float) -> None:
     assert_same(*clipped)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 1.5, 3.0, math.inf, "inf"])
+@pytest.mark.parametrize(
+    ("max_norm", "norm_type"), [*((0.5, kind) for kind in (2.0, 1.0, 1.5, 3.0, math.inf, "inf")), (1e6, 2.0)]
+)
 @all_strategies
 @both_views
 @on_ranks(2)
 def test_norm_and_clipped_gradients_equal_torchs(
-    rank: int, strategy: str, use_orig_params: bool, norm_type: float
+    rank: int, strategy: str, use_orig_params: bool, max_norm: float, norm_type: float
 ) -> None:
-    clip_with_both(
-        lambda which: wrap(plain(), use_orig_params, which, sharding_strategy=strategy), rank, 0.5, norm_type
-    )
+    """The coefficient of a small norm is 1."""
+
+    def build(which: str) -> nn.Module:
+        return wrap(plain(), use_orig_params, which, sharding_strategy=strategy)
+
+    clip_with_both(build, rank, max_norm, norm_type)
 
 
 OF_ANOTHER_PROCESSOR = """
@@ -77,12 +82,6 @@ for norm_type in (1.0, 1.5, 2.0, math.inf):
 
 def test_clipping_depends_on_no_rounding_of_vector_norm() -> None:
     output_of_python("-c", OF_ANOTHER_PROCESSOR)
-
-
-@both_views
-@on_ranks(2)
-def test_coefficient_of_small_gradients_is_one_as_torchs(rank: int, use_orig_params: bool) -> None:
-    clip_with_both(lambda which: wrap(plain(), use_orig_params, which), rank, 1e6)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])

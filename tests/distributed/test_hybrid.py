@@ -39,6 +39,8 @@ STEPS: dict[str, Callable[[Run], None]] = {
     "accumulate": accumulate_step,
     "no_sync": no_sync_step,
     "no_sync_after_sync": no_sync_after_sync_step,
+    "clip": clip_step(2.0),
+    "clip by the largest": clip_step(float("inf")),
 }
 
 
@@ -145,18 +147,3 @@ def test_mixed_strategies_equal_torch(
 
 
 # ------------------------------------------------------------------ one rank per sharding group
-
-
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-@both_views
-@on_ranks(4)
-def test_hybrid_gradients_are_clipped_as_in_torch(
-    rank: int, world_size: int, use_orig_params: bool, norm_type: float
-) -> None:
-    """Replicas have equal gradients, so the norm is over the shards only."""
-
-    def build(run: Run) -> nn.Module:
-        return run.wrap(Net(), auto_wrap_policy=PER_BLOCK, process_group=groups(2, 2))
-
-    point = Point("hybrid_clip", "HYBRID_SHARD", use_orig_params)
-    compare(point, Scenario(build, clip_step(norm_type)), rank, world_size)

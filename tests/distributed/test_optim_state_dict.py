@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -242,62 +243,63 @@ def test_several_groups_keep_their_settings_and_names(rank, use_orig_params):
     assert states[1]["param_groups"][0]["tag"] == "even"
 
 
-@on_ranks(2)
-def test_state_of_another_shape_is_refused_on_every_rank(rank):
-    model, optimizer = trained(True, rank)
+def another_shape(optimizer: Any, rank: int) -> None:
     if rank == 1:
-        param = next(p for p in model.parameters() if p.numel())
-        optimizer.state[param]["exp_avg"] = torch.zeros(2)
-    with pytest.raises(
-        ValueError, match=r"'exp_avg' of .* has shape \(2,\) on rank 1.* use ShardingStrategy.NO_SHARD"
-    ):
-        saved(model, optimizer)
+        optimizer.state[next(param for param in optimizer.state if param.numel())]["exp_avg"] = torch.zeros(2)
 
 
-@both_views
-@pytest.mark.parametrize("found", [torch.zeros(3), [torch.zeros(3), torch.zeros(2, 2)]], ids=["rows", "list"])
+def factors(found: Any) -> Callable[[Any, int], None]:
+    """Adafactor, Shampoo and SOAP keep such state of full parameters."""
+
+    def add(optimizer: Any, rank: int) -> None:
+        for state in optimizer.state.values():
+            state["factors"] = found
+
+    return add
+
+
+def lacking(optimizer: Any, rank: int) -> None:
+    if rank == 1:
+        del optimizer.state[next(param for param in optimizer.state if param.numel())]
+
+
+def other_names(optimizer: Any, rank: int) -> None:
+    for state in optimizer.state.values() if rank == 1 else ():
+        state["other"] = state.pop("exp_avg")
+
+
+WHOLE_WORDS = "'factors' of .* has .* on rank 0.*fsdp_c.optim.WholeParameters"
+# change of the optimizer's state, values of use_orig_params, words of the error
+REFUSED: dict[str, tuple[Callable[[Any, int], None], tuple[bool, ...], str]] = {
+    "shape": (
+        another_shape,
+        (True,),
+        r"'exp_avg' of .* has shape \(2,\) on rank 1.* use ShardingStrategy.NO_SHARD",
+    ),
+    "rows": (factors(torch.zeros(3)), (True, False), WHOLE_WORDS),
+    "list": (factors([torch.zeros(3), torch.zeros(2, 2)]), (True, False), WHOLE_WORDS),
+    "lacking, flat": (lacking, (False,), "some ranks are missing some of those states: {1: "),
+    "lacking": (lacking, (True,), "rank 1 holds elements of .* but no optimizer state of it"),
+    "names": (other_names, (False,), "different optimizer state of .*_flat_param: rank 0 .*, rank 1 "),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "use_orig_params"), [(kind, view) for kind, (_, views, _) in REFUSED.items() for view in views]
+)
 @on_ranks(2)
-def test_an_optimizer_whose_state_needs_whole_parameters_is_refused_once(rank, use_orig_params, found):
-    """Adafactor, Shampoo and SOAP need full parameters."""
+def test_state_that_cannot_be_saved_is_refused_once_on_every_rank(rank, kind, use_orig_params):
+    change, _, words = REFUSED[kind]
     model, optimizer = trained(use_orig_params, rank)
     count = sum(bool(param.numel()) for param in optimizer.state)
-    for state in optimizer.state.values():
-        state["factors"] = found
-    with pytest.raises(
-        ValueError, match=r"'factors' of .* has .* on rank 0.*fsdp_c.optim.WholeParameters"
-    ) as error:
+    change(optimizer, rank)
+    with pytest.raises((RuntimeError, ValueError), match=words) as error:
         saved(model, optimizer)
-    assert str(error.value).count("optimizer state") == 1
-    assert rank or f"the first of {count} states that do not fit" in str(error.value)
-    with pytest.raises(ValueError, match=r"'factors' of .*fsdp_c.optim.WholeParameters"):
-        fsdp_c.checkpoint.save(model, optimizer, folder_of_ranks())
-
-
-@on_ranks(2)
-def test_state_that_one_rank_lacks_is_named(rank):
-    """The error is the same with use_orig_params."""
-    model, optimizer = trained(False, rank)
-    if rank == 1:
-        del optimizer.state[next(iter(optimizer.state))]
-    with pytest.raises(RuntimeError, match="some ranks are missing some of those states: {1: "):
-        saved(model, optimizer)
-    model, optimizer = trained(True, rank)
-    if rank == 1:
-        del optimizer.state[next(p for p in optimizer.state if p.numel())]
-    with pytest.raises(ValueError, match="rank 1 holds elements of .* but no optimizer state of it"):
-        saved(model, optimizer)
-
-
-@on_ranks(2)
-def test_flat_state_of_other_names_on_another_rank_is_refused(rank):
-    model, optimizer = trained(False, rank)
-    if rank == 1:
-        for state in optimizer.state.values():
-            state["other"] = state.pop("exp_avg")
-    with pytest.raises(
-        ValueError, match="ranks hold different optimizer state of .*_flat_param: rank 0 .*, rank 1 "
-    ):
-        saved(model, optimizer)
+    if words is WHOLE_WORDS:
+        assert str(error.value).count("optimizer state") == 1
+        assert rank or f"the first of {count} states that do not fit" in str(error.value)
+        with pytest.raises(ValueError, match=r"'factors' of .*fsdp_c.optim.WholeParameters"):
+            fsdp_c.checkpoint.save(model, optimizer, folder_of_ranks())
 
 
 # ----------------------------------------------------------------- loading
@@ -491,14 +493,16 @@ def snapshot(value: Any) -> Any:
     return value.to_local().clone() if isinstance(value, DTensor) else copy.deepcopy(value)
 
 
-@both_forms
+@pytest.mark.parametrize(
+    "options", [{}, {"mesh": True}, {"sharding_strategy": "NO_SHARD"}], ids=["rows", "mesh", "NO_SHARD"]
+)
 @both_views
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 @on_ranks(2)
-def test_given_state_is_neither_changed_nor_aliased(rank, kind, use_orig_params, mesh):
+def test_given_state_is_neither_changed_nor_aliased(rank, kind, use_orig_params, options):
     """Later steps do not change the result either. Ignored parameters belong to the optimizer too."""
     model = net()
-    model = wrap(model, use_orig_params, mesh=mesh, ignored_modules=[model.inp])
+    model = wrap(model, use_orig_params, ignored_modules=[model.inp], **options)
     optimizer = OPTIMIZERS["adam"](model.parameters())
     train(model, optimizer, rank)
     held = optimizer.state_dict()
