@@ -26,10 +26,12 @@ No code in a checkpoint is executed.
 Exit status: 0 success; 1 verify found damage; 2 error."""
 
 
-def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    form = argparse.RawDescriptionHelpFormatter
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m fsdp_c.checkpoint", description=__doc__, epilog=EPILOG, formatter_class=form
+        "python -m fsdp_c.checkpoint",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     verify = commands.add_parser("verify", help="read all files and compare them with their checksums")
@@ -41,19 +43,22 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     export.add_argument("--dtype", choices=CASTS, help=cast)
     key = "the model's name in the checkpoint, as for load (default: %(default)s; '' for all tensors)"
     export.add_argument("--model-key", default="model", metavar="KEY", help=key)
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Return the exit status."""
-    args = _parsed(argv)
+    args = make_parser().parse_args(argv)
     try:
         return (_verify if args.command == "verify" else _export)(args)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError, RuntimeError, MemoryError) as error:
-        _print(f"error: {str(error) or 'out of memory'}", file=sys.stderr)
-        return 1 if isinstance(error, CheckpointError) and args.command == "verify" else 2
+    except (CheckpointError, OSError, ValueError) as error:
+        _print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, CheckpointError) and args.command == "verify":
+            return 1
+    except (RuntimeError, MemoryError) as error:  # raised by torch, without the path
+        _print(f"error: {args.path}: {(str(error) or 'out of memory').splitlines()[0]}", file=sys.stderr)
     except Exception:  # a bug; status 1 would report the checkpoint as damaged
         traceback.print_exc()
     return 2
