@@ -66,14 +66,14 @@ class CheckpointError(RuntimeError):
 
 
 @contextmanager
-def refusing(say: Callable[[Exception], str]) -> Iterator[None]:
-    """Raise CheckpointError with the text of ``say`` for any error but OSError, while untrusted data is parsed."""
+def convert_errors(problem: str) -> Iterator[None]:
+    """Context of parsing untrusted data: raise CheckpointError for any error but OSError."""
     try:
         yield
     except (CheckpointError, OSError):
         raise
     except Exception as error:
-        raise CheckpointError(say(error)) from error
+        raise CheckpointError(f"{problem} ({error})") from error
 
 
 def require(condition: object, problem: str) -> None:
@@ -210,7 +210,7 @@ def footer_of(file: BinaryIO, folder: Path, *, compare: bool) -> Footer | None:
     ``compare``: verify the checksum of the whole file.
     """
     path = folder / METADATA
-    with refusing(lambda error: f"{path}: damaged at its end ({error})"):
+    with convert_errors(f"{path}: damaged at its end"):
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - _LAST_LINE_NBYTES))
         if (line := _LAST_LINE.fullmatch(file.read(_LAST_LINE_NBYTES))) is None:
@@ -241,7 +241,7 @@ def new_data_folder(path: Path) -> Iterator[Path]:
 
     Removed unless published. Raises CheckpointError if another process saves to ``path``.
     """
-    with _locked(path) as locked:
+    with _hold_lock(path) as locked:
         if locked:
             _remove_leftovers(path)
         data = path / f"fsdp_c-data-{uuid.uuid4().hex[:12]}"
@@ -316,7 +316,7 @@ def sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[bool]:
+def _hold_lock(path: Path) -> Iterator[bool]:
     """Hold the lock in the folder ``path``. Yield False on a file system without locks.
 
     The folder is created if missing, and removed again if empty. Raises CheckpointError if another process
@@ -385,7 +385,7 @@ def remove_checkpoint(path: Path) -> None:
 
     Raises CheckpointError if a save to it is running.
     """
-    with _locked(path):
+    with _hold_lock(path):
         (path / METADATA).unlink(missing_ok=True)  # not a checkpoint from here on
         for data in _data_in(path):
             _remove(data)

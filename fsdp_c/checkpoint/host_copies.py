@@ -131,7 +131,7 @@ class HostCopies:
             self._watched = {}
 
     def _memory(self, storages: list[_Storage], pinned: bool) -> Tensor:
-        nbytes = storages[-1].at + _aligned(storages[-1].content.nbytes) if storages else 0
+        nbytes = storages[-1].at + _align(storages[-1].content.nbytes) if storages else 0
         if self.memory is None or self.memory.nbytes < nbytes or (pinned and not self.memory.is_pinned()):
             self.memory = None  # freed before a larger one is allocated
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
@@ -187,7 +187,7 @@ def _is_of_training(source: _Source, path: PathInDict) -> bool:
     return is_param or _is_of_optimizer(path)
 
 
-def _aligned(nbytes: int) -> int:
+def _align(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -205,7 +205,7 @@ def _storages(sources: list[_Source]) -> list[_Storage]:
         if source.nbytes() <= 2 * sum(one.tensor.nbytes for one in own):
             content = torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)
             storages.append(_Storage(own, content, at))
-            at += _aligned(content.nbytes)
+            at += _align(content.nbytes)
     return storages
 
 

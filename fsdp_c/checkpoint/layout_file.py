@@ -50,8 +50,8 @@ from fsdp_c.checkpoint.folder import (
     METADATA,
     CheckpointError,
     Footer,
+    convert_errors,
     file_of,
-    refusing,
     require,
     size_and_crc32,
 )
@@ -98,13 +98,13 @@ def read_layout(folder: Path, footer: Footer, compare: bool) -> Checkpoint:
             f"{path}: damaged: its checksum is not the one in {METADATA}. Copy the file again, or read the checkpoint "
             "with torch.distributed.checkpoint.load, which does not need it"
         )
-    with _refusing(path):
+    with _parse_layout(path):
         _Layout(path, checkpoint, footer.data).read()
     return checkpoint
 
 
-def _refusing(path: Path) -> AbstractContextManager[None]:
-    return refusing(lambda error: f"{path}: damaged, or of another version of fsdp_c ({error})")
+def _parse_layout(path: Path) -> AbstractContextManager[None]:
+    return convert_errors(f"{path}: damaged, or of another version of fsdp_c")
 
 
 class _Layout:
@@ -192,7 +192,7 @@ class _Layout:
         self, key: str, slot: int, keys: int, stored: list[_StoredBox], box: Box | None
     ) -> Iterator[Chunk]:
         """Implement ``TensorEntry.find`` for key number ``slot`` of a group of ``keys`` equally divided tensors."""
-        with _refusing(self.path):
+        with _parse_layout(self.path):
             for each in stored:
                 for first, parts in each.ranges(box):
                     for nth, part in enumerate(parts):

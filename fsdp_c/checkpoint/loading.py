@@ -161,10 +161,10 @@ class _Loading:
 
     def _check_unknown_fqns(self) -> None:
         strangers = [optim.unknown_fqns() for optim in self.optims]
-        if of_none := sorted(set.intersection(*strangers) if strangers else ()):
+        if unclaimed := sorted(set.intersection(*strangers) if strangers else ()):
             optimizers = "this optimizer does" if len(strangers) == 1 else "these optimizers do"
             raise CheckpointError(
-                f"{self.checkpoint.folder} has optimizer state of {of_none[:8]}, which {optimizers} not hold"
+                f"{self.checkpoint.folder} has optimizer state of {unclaimed[:8]}, which {optimizers} not hold"
             )
 
     def _read_items(self, key: str, target: Tensor) -> list[Item]:

@@ -43,7 +43,7 @@ from fsdp_c.checkpoint.contents import (
     ints,
     overlap,
 )
-from fsdp_c.checkpoint.folder import DATA, METADATA, CheckpointError, refusing, require
+from fsdp_c.checkpoint.folder import DATA, METADATA, CheckpointError, convert_errors, require
 from fsdp_c.checkpoint.pieces import TAIL_NBYTES
 from fsdp_c.checkpoint.planning import RECORD, Group, key_of
 from fsdp_c.sharding.common import collector_paused
@@ -100,7 +100,7 @@ class _OpcodeWriter:
         self.pickler.dump(value)
         return self.buffer.getvalue()[2:-1]
 
-    def again(self, value: object) -> bytes:
+    def reference(self, value: object) -> bytes:
         """Return the five bytes that refer to a value written before."""
         content = self(value)
         return content if content[:1] == b"j" else b"j" + struct.pack("<I", content[1])
@@ -164,7 +164,7 @@ class _Places:
             info = _StorageInfo(self.files[rank], start, length)
             return self.pickled(dcp.MetadataIndex(key)) + self.pickled(info)
         parts = [] if self.rows else [self._prepare()]
-        name = self.pickled.again(key)
+        name = self.pickled.reference(key)
         for row in self.rows:
             number = row.record + slot * row.step
             start, head, _, rank = RECORD.unpack_from(self.group.records, number * RECORD.size)
@@ -174,22 +174,22 @@ class _Places:
 
     def _prepare(self) -> bytes:
         """Compute the opcodes common to all tensors of the group. Return the bytes to write before the first tensor."""
-        again = self.pickled.again
+        ref = self.pickled.reference
         texts = ("fqn", "index", "offset", "relative_path", "length")
         # pushed and popped once, so that the memo has them
         named = (dcp.MetadataIndex, _StorageInfo, *texts, *self.files.values())
         first = b"".join(self.pickled(one) + b"0" for one in named)
-        fqn, index, self.offset, path, length = map(again, texts)
+        fqn, index, self.offset, path, length = map(ref, texts)
         self.length = length + _LONG
-        self.head = again(dcp.MetadataIndex) + b")\x81}(" + fqn
-        self.file_gets = {rank: again(name) for rank, name in self.files.items()}
+        self.head = ref(dcp.MetadataIndex) + b")\x81}(" + fqn
+        self.file_gets = {rank: ref(name) for rank, name in self.files.items()}
         before = 0
         for held in (held for each in self.group.boxes for held in each.ranges()):
             boxes = held.boxes()
             for nth, box in enumerate(boxes):
                 number = len(self.rows)
                 at = index + b"J" + struct.pack("<i", number) + self.offset
-                at += again(self.chunks[number].offsets) + b"ub" + again(_StorageInfo) + b")\x81}(" + path
+                at += ref(self.chunks[number].offsets) + b"ub" + ref(_StorageInfo) + b")\x81}(" + path
                 nbytes = box.numel * held.dtype.itemsize
                 self.rows.append(_Row(before + nth, len(boxes), nbytes, at))
             before += len(boxes) * len(self.group.paths)
@@ -204,16 +204,15 @@ def _kind(value: object) -> str:
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[None]:
+def parse_metadata(folder: Path) -> Iterator[None]:
     """Context for the creation of ``.metadata``'s entries, up to hundreds of thousands."""
-    say = f"{folder / METADATA}: damaged, or not written by DCP"
-    with collector_paused(), refusing(lambda error: f"{say} ({error})"):
+    with collector_paused(), convert_errors(f"{folder / METADATA}: damaged, or not written by DCP"):
         yield
 
 
 def checkpoint_of_torch(folder: Path, file: BinaryIO) -> Checkpoint:
     """Return the checkpoint described by ``.metadata``, opened as ``file``. Chunks are validated on access."""
-    with reading(folder):
+    with parse_metadata(folder):
         size = os.fstat(file.fileno()).st_size
         require(size <= _MAX_METADATA_NBYTES, f"it has {size} bytes")
         file.seek(0)
@@ -284,7 +283,7 @@ class _MetadataReader:
 
         @functools.cache
         def chunks() -> list[Chunk]:
-            with reading(self.checkpoint.folder):
+            with parse_metadata(self.checkpoint.folder):
                 return self._chunks(key, shape, dtype, value.chunks, self._places(key, stored))
 
         def find(box: Box | None) -> Iterable[Chunk]:

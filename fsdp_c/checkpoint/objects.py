@@ -30,7 +30,7 @@ class _EmptyDict:
         return dict, ()
 
 
-def _rebuilt(value: Any, items: list[Any]) -> Any:
+def _rebuild_tuple(value: Any, items: list[Any]) -> Any:
     """Return a tuple of the same type with ``items``; ``value`` itself if they are identical."""
     if all(one is other for one, other in zip(items, value, strict=True)):
         return value
@@ -44,7 +44,7 @@ def to_plain(value: object) -> Any:
     if isinstance(value, list):
         return [to_plain(one) for one in value]
     if isinstance(value, tuple):
-        return _rebuilt(value, [to_plain(one) for one in value])
+        return _rebuild_tuple(value, [to_plain(one) for one in value])
     numpy = sys.modules.get("numpy")  # None if not imported: then no value has numpy's types
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcSU":
         return value.item()  # item() of a long double remains a long double

@@ -360,7 +360,7 @@ class OptimTarget:
         )
         if None in shapes or is_number:
             self.early_keys += own
-            return functools.partial(self._agreed, own)
+            return functools.partial(self._common_value, own)
         entry = self.checkpoint.tensor(own[0])
         shape = entry.shape if known.module is None else tuple(param.shape)
         value = self._memory(param, name, shape, entry.dtype)
@@ -375,7 +375,7 @@ class OptimTarget:
                 )
         return lambda: value
 
-    def _agreed(self, keys: list[str]) -> object:
+    def _common_value(self, keys: list[str]) -> object:
         """Return the value for a flat parameter. Raise ValueError unless all original parameters have the same."""
         values = [self.values[key] for key in keys]
         for key, other in zip(keys, values, strict=True):

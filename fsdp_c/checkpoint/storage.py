@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._nested_dict import set_element
 
 from fsdp_c.checkpoint import objects
 from fsdp_c.checkpoint.contents import BytesEntry, Checkpoint, Chunk, PathInDict, TensorEntry
-from fsdp_c.checkpoint.folder import METADATA, CheckpointError, footer_of, locate, refusing
+from fsdp_c.checkpoint.folder import METADATA, CheckpointError, footer_of, locate
 from fsdp_c.checkpoint.layout_file import read_layout
 from fsdp_c.checkpoint.metadata import checkpoint_of_torch
 from fsdp_c.checkpoint.pieces import MAX_NBYTES, memory, narrow_box, read_data
@@ -84,8 +84,10 @@ def _content(file: BinaryIO, part: Chunk | BytesEntry) -> bytes:
 
 
 def _torch_load(what: str, content: bytes) -> Any:
-    with refusing(lambda error: f"{what} cannot be read ({objects.reason(error)})"):
+    try:
         return objects.load(content)
+    except Exception as error:
+        raise CheckpointError(f"{what} cannot be read ({objects.reason(error)})") from error
 
 
 def read_object(checkpoint: Checkpoint, key: str) -> Any:
@@ -182,8 +184,8 @@ def read_items(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
     seen: set[int] = set()  # addresses of targets
     underway: deque[tuple[int, list[_Part], Future[None]]] = deque()  # (size, parts, future) of each job
     with ThreadPoolExecutor(reading_threads()) as pool:
-        for nbytes, job in _jobs(_part(checkpoint, wanted, seen) for wanted in in_order):
-            underway.append((nbytes, job, pool.submit(_fill, checkpoint, job)))
+        for nbytes, job in _group_jobs(_part(checkpoint, wanted, seen) for wanted in in_order):
+            underway.append((nbytes, job, pool.submit(_read_job, checkpoint, job)))
             while sum(each[0] for each in underway) > _UNDERWAY_NBYTES:
                 _finish(checkpoint, *underway.popleft()[1:])
         while underway:
@@ -204,7 +206,7 @@ def _part(checkpoint: Checkpoint, wanted: list[Item], seen: set[int]) -> _Part:
     return _Part(key, chunk, wanted, data)
 
 
-def _fill(checkpoint: Checkpoint, job: list[_Part]) -> None:
+def _read_job(checkpoint: Checkpoint, job: list[_Part]) -> None:
     with checkpoint.open(job[0].chunk.file) as file:
         for part in job:
             if part.data is not None:
@@ -228,7 +230,7 @@ def reading_threads() -> int:
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
-def _jobs(parts: Iterable[_Part]) -> Iterator[tuple[int, list[_Part]]]:
+def _group_jobs(parts: Iterable[_Part]) -> Iterator[tuple[int, list[_Part]]]:
     """Yield (size, parts of one file) for one thread."""
     for _, of_file in itertools.groupby(parts, lambda part: part.chunk.file):
         job: list[_Part] = []

@@ -242,12 +242,12 @@ def map_tensors(name: str, value: Any, function: Callable[[Tensor], object]) -> 
     that contains itself.
     """
     try:
-        return _mapped(name, value, function)
+        return _map_tensors(name, value, function)
     except RecursionError:
         raise ValueError(f"{name} {TOO_DEEP}") from None
 
 
-def _mapped(name: str, value: Any, function: Callable[[Tensor], object]) -> Any:
+def _map_tensors(name: str, value: Any, function: Callable[[Tensor], object]) -> Any:
     if isinstance(value, Tensor):
         if value.is_quantized or value.is_nested or value.layout != torch.strided:
             raise NotImplementedError(
@@ -258,7 +258,7 @@ def _mapped(name: str, value: Any, function: Callable[[Tensor], object]) -> Any:
         except (NotImplementedError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
     if isinstance(value, dict):
-        return {key: _mapped(f"{name}.{key}", one, function) for key, one in value.items()}
+        return {key: _map_tensors(f"{name}.{key}", one, function) for key, one in value.items()}
     if isinstance(value, list):
-        return [_mapped(f"{name}.{index}", one, function) for index, one in enumerate(value)]
+        return [_map_tensors(f"{name}.{index}", one, function) for index, one in enumerate(value)]
     return value
