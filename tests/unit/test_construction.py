@@ -19,6 +19,7 @@ import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision, ShardingStrategy
 from fsdp_c.compat.upstream import HandleShardingStrategy
+from fsdp_c.sharding import materialization
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.collectives import fake_ranks
 
@@ -297,3 +298,14 @@ def test_ignored_buffers_are_not_cast() -> None:
     model = FSDP(net, ignored_modules=[net[0]], mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
     model._lazy_init()
     assert net[0].running_mean.dtype is torch.float32
+
+
+def test_modules_on_the_meta_device_are_initialized_breadth_first_without_ignored_ones() -> None:
+    net = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), nn.Linear(1, 1))
+    for ignored, expected in (
+        (set(), [net, net[0], net[1], net[0][0], net[0][1]]),
+        ({net[0]}, [net, net[1]]),
+    ):
+        called: list[nn.Module] = []
+        materialization._initialize_modules(net, ignored, called.append, torch.device("cpu"))
+        assert called == expected
