@@ -259,16 +259,3 @@ def test_files_of_a_pretrained_model_load_into_shards(rank, max_shard_size, use_
         assert_same_parameters(values, plain.state_dict())
     state = fsdp_c.checkpoint.model_state(model)
     assert sum(numels) == sum(state[name].local.numel() for name in state if name != "lm_head.weight")
-
-
-@on_ranks(2, TIMEOUT_S, LIBRARY)
-def test_uninstall_gives_the_library_torchs_class_back(rank, world_size):
-    """Seq2SeqTrainer's module keeps its own reference to the class, bound at its import."""
-    from transformers import trainer_seq2seq
-
-    import fsdp_c
-
-    launched(rank, world_size)
-    assert trainer_seq2seq.FullyShardedDataParallel is fsdp_c.FullyShardedDataParallel
-    fsdp_c.uninstall()
-    assert trainer_seq2seq.FullyShardedDataParallel.__module__.startswith("torch.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from torch import nn
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, storage
 from fsdp_c.checkpoint.contents import TensorEntry
-from fsdp_c.checkpoint.storage import read_checkpoint, reading_threads
+from fsdp_c.checkpoint.storage import read_checkpoint
 
 LAYERS, SIDE = 8, 64
 
@@ -140,14 +139,3 @@ def test_no_more_is_under_way_than_the_bound(tmp_path: Path) -> None:
         checkpoint.load(model, None, path)
     assert made == [LAYERS] and most == 3
     assert [float(param.detach().mean()) for param in model.parameters()] == [1.0 + n for n in range(LAYERS)]
-
-
-@pytest.mark.parametrize(("processors", "ranks", "expected"), [(2, 1, 2), (2, 4, 1), (64, 4, 8), (12, 4, 3)])
-def test_a_rank_reads_with_its_part_of_the_processors_and_at_most_eight(
-    processors: int, ranks: int, expected: int
-) -> None:
-    with (
-        mock.patch.object(os, "sched_getaffinity", lambda _: set(range(processors))),
-        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(ranks)}),
-    ):
-        assert reading_threads() == expected
