@@ -3,7 +3,8 @@
 
 #include "torch/ref.h"
 
-/* Converter of PyArg_ParseTuple: read the value of a member of a torch enum, without its property; 0 for None. */
+/* Converter of PyArg_ParseTuple: read the value of a member of a torch enum, without its property; 0 for
+ * None. */
 static int enum_value(PyObject *member, void *value) {
     *(int *)value = 0;
     if (member == Py_None)

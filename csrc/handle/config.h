@@ -1,5 +1,5 @@
-/* The configuration of one unit: the fields of fsdp_c.sharding.configuration.UnitConfig. The constructor of a handle
- * and that of a unit read it; each copies the fields that it keeps. */
+/* The configuration of one unit: the fields of fsdp_c.sharding.configuration.UnitConfig. The constructor of
+ * a handle and that of a unit read it; each copies the fields that it keeps. */
 #ifndef FSDP_HANDLE_CONFIG_H
 #define FSDP_HANDLE_CONFIG_H
 

@@ -1,5 +1,4 @@
 #include "handle/flat_param.h"
-#include "base/check.h"
 
 #include "torch/py_torch.h"
 #include "torch/ref.h"
@@ -84,13 +83,6 @@ void flat_param_fini(struct flat_param *param) {
     Py_CLEAR(param->device);
 }
 
-int flat_param_visit(const struct flat_param *param, visitproc visit, void *arg) {
-    Py_VISIT(param->tensor);
-    Py_VISIT(param->params);
-    Py_VISIT(param->param_views);
-    return 0;
-}
-
 int flat_param_is_trainable(const struct flat_param *param) {
     if (!param->use_orig_params)
         return torch_requires_grad(param->tensor);
@@ -104,19 +96,6 @@ int flat_param_is_trainable(const struct flat_param *param) {
 
 bool flat_param_stays_unsharded(const struct flat_param *param) {
     return param->strategy == SHARD_GRAD_OP || param->strategy == HYBRID_SHARD_ZERO2;
-}
-
-void flat_param_check(const struct flat_param *param) {
-    INVARIANT(param->sharded == (param->strategy != NO_SHARD) && param->sharded == param->layout.sharded);
-    INVARIANT((param->strategy != FULL_SHARD && param->strategy != SHARD_GRAD_OP) ||
-              !param->replicate_group.group);
-    INVARIANT(param->layout.rank == param->shard_group.rank);
-    INVARIANT(param->layout.num_params == param->num_params);
-    INVARIANT(PyTuple_Size(param->shapes) == param->num_params &&
-              PyTuple_Size(param->strides) == param->num_params);
-    INVARIANT(PyList_Size(param->param_views) >= param->num_params);
-    INVARIANT(param->use_orig_params == (param->params != NULL));
-    INVARIANT(!param->params || PyList_Size(param->params) == param->num_params);
 }
 
 /* ---- names ---- */

@@ -79,9 +79,6 @@ struct handle_spec {
 /* Return 0, or -1 with an exception. Call flat_param_fini in either case. */
 int flat_param_init(struct flat_param *param, const struct handle_spec *spec);
 void flat_param_fini(struct flat_param *param);
-int flat_param_visit(const struct flat_param *param, visitproc visit, void *arg);
-
-void flat_param_check(const struct flat_param *param); /* assert the invariant under FSDP_C_CHECK */
 
 /* Set an exception "rank R, unit U: ..." of the given type and return -1. The arguments after `type` are
  * those of PyErr_Format. The text ends with a remedy. */

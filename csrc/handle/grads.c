@@ -127,14 +127,6 @@ void grads_fini(struct grads *grads) {
     PyMem_Free(grads->shard_pieces);
 }
 
-int grads_visit(const struct grads *grads, visitproc visit, void *arg) {
-    Py_VISIT(grads->comm_hook.function);
-    Py_VISIT(grads->comm_hook.state);
-    Py_VISIT(grads->pending);
-    Py_VISIT(grads->stashed_hooks);
-    return 0;
-}
-
 int grads_lazy_init(struct grads *grads) {
     const struct flat_param *param = grads->param;
     const struct flat_layout *layout = &param->layout;
@@ -456,14 +448,6 @@ PyObject *grads_zeros(struct grads *grads) {
     if (torch_return_to_inference_mode(inference_guard) < 0)
         Py_CLEAR(zeros);
     return zeros;
-}
-
-PyObject *grads_flat_or_zeros(struct grads *grads) {
-    PyObject *grad = torch_get_grad(grads->param->tensor);
-    if (!grad || grad != Py_None)
-        return grad;
-    Py_DECREF(grad);
-    return grads_set_kind(grads, GRAD_SHARDED) < 0 ? NULL : grads_zeros(grads);
 }
 
 PyObject *grads_sharded(const struct grads *grads) {

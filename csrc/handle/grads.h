@@ -81,7 +81,6 @@ struct grads {
 
 void grads_init(struct grads *grads, const struct config *config);
 void grads_fini(struct grads *grads);
-int grads_visit(const struct grads *grads, visitproc visit, void *arg);
 int grads_lazy_init(struct grads *grads); /* call after storage_follow_shard. Returns 0 or -1 */
 
 /* ---- receive: grads.c ---- */
@@ -116,9 +115,8 @@ int grads_add_pending(struct grads *grads, PyObject *output); /* output += pendi
 PyObject *grads_take_received(struct grads *grads);
 /* Pack the contributions and the no_sync gradient into the reduction's input. */
 int grads_pack(struct grads *grads);
-/* Return true if the gradient is a single contribution, packed in one pass. Another stream may run that pass;
- * the caller then owns its source, `*packed`, until the pass is over. */
-bool grads_can_pack_directly(const struct grads *grads);
+/* Pack a single contribution in one pass, on the current stream. The caller owns the source of the pass,
+ * `*packed`, until the pass is over. */
 int grads_pack_on_side_stream(struct grads *grads, PyObject **packed);
 /* Add the contributions to the no_sync gradient. */
 int grads_accumulate_unsharded(struct grads *grads);
@@ -177,10 +175,8 @@ int grads_add_from_autograd(struct grads *grads, PyObject **shard);
 int grads_clear_accumulated(struct grads *grads);
 /* Zero this parameter's part of the shard that was reduced before no_sync. Return 0 or -1. */
 int grads_zero_reduced(struct grads *grads, int64_t index);
-/* Set the flat parameter's .grad to zeros of the shard; grads_flat_or_zeros keeps an existing .grad. New
- * reference, or NULL. */
+/* Set the flat parameter's .grad to zeros of the shard. New reference, or NULL. */
 PyObject *grads_zeros(struct grads *grads);
-PyObject *grads_flat_or_zeros(struct grads *grads);
 /* Return the sharded gradient of this backward as reduced so far, or .grad. New reference. */
 PyObject *grads_sharded(const struct grads *grads);
 /* Return the offset of a parameter's gradient in the flat gradient, or -1; and the view of it in the

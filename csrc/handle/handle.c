@@ -100,21 +100,33 @@ void handle_fini(struct handle *handle) {
 }
 
 int handle_visit(struct handle *handle, visitproc visit, void *arg) {
+    const struct param_views *param_views = &handle->param_views;
     Py_VISIT(handle->summon.flat_param_owner);
-    /* a local, so that Py_VISIT's early return is passed on */
-    int result = flat_param_visit(&handle->param, visit, arg);
-    if (!result)
-        result = storage_visit(&handle->storage, visit, arg);
-    if (!result)
-        result = param_views_visit(&handle->param_views, visit, arg);
-    return result ? result : grads_visit(&handle->grads, visit, arg);
+    Py_VISIT(handle->param.tensor);
+    Py_VISIT(handle->param.params);
+    Py_VISIT(handle->param.param_views);
+    for (int i = 0; i < PRECISIONS; i++)
+        Py_VISIT(handle->storage.copies[i].views);
+    Py_VISIT(handle->storage.attributes);
+    for (int64_t i = 0; param_views->all && i < param_views->count; i++) {
+        Py_VISIT(param_views->all[i].module);
+        Py_VISIT(param_views->all[i].parameters);
+        Py_VISIT(param_views->all[i].attributes);
+    }
+    Py_VISIT(param_views->wrapped_views);
+    Py_VISIT(param_views->wrap_views);
+    Py_VISIT(handle->grads.comm_hook.function);
+    Py_VISIT(handle->grads.comm_hook.state);
+    Py_VISIT(handle->grads.pending);
+    Py_VISIT(handle->grads.stashed_hooks);
+    return 0;
 }
 
 void handle_check(const struct handle *handle) {
     INVARIANT(handle->storage.param == &handle->param && handle->param_views.param == &handle->param);
     INVARIANT(handle->grads.param == &handle->param && handle->grads.storage == &handle->storage);
     INVARIANT(!handle->summon.full || handle->training_state == USE_SUMMON_FULL_PARAMS);
-    flat_param_check(&handle->param);
+    INVARIANT(handle->param.layout.rank == handle->param.shard_group.rank);
     storage_check(&handle->storage);
     param_views_check(&handle->param_views);
     grads_check(&handle->grads);
@@ -220,7 +232,13 @@ int handle_end_move(struct handle *handle) {
 static int adopt_data(struct handle *handle, PyObject *data) {
     if (torch_set_data(handle->param.tensor, data) < 0 || handle_follow_flat_param(handle) < 0)
         return -1;
-    return storage_leave_device(&handle->storage);
+    const struct storage *storage = &handle->storage;
+    if (!storage->shard_moved_off_device)
+        return 0;
+    /* free the memory kept on the compute device */
+    if (deferred_free_flush_buffer(storage->full_free, &handle->storage.copy->full) < 0)
+        return -1;
+    return storage->pool ? pool_empty(storage->pool) : 0;
 }
 
 int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs) {
@@ -273,23 +291,22 @@ int handle_unexpose_views(struct handle *handle) {
     return handle_writeback_views(handle) < 0 ? -1 : handle_expose_sharded(handle);
 }
 
-static int detach_views(struct handle *handle, bool exposes_views) {
-    if (storage_detach_views(&handle->storage) < 0)
-        return -1;
-    param_views_drop_wrapped(&handle->param_views);
-    if (!exposes_views)
-        return 0;
-    return param_views_set_exposed(&handle->param_views, EXPOSED_NOTHING) < 0 ? -1
-                                                                              : handle_expose_views(handle);
-}
-
 /* Retry once: a module that keeps a view with autograd history would leak the unit. */
 int handle_detach_views(struct handle *handle) {
     bool exposes_views = handle->param_views.exposed == EXPOSED_VIEWS;
-    if (detach_views(handle, exposes_views) == 0)
-        return 0;
-    PyErr_Clear();
-    return detach_views(handle, exposes_views);
+    int result = -1;
+    for (int attempt = 0; attempt < 2 && result < 0; attempt++) {
+        if (attempt > 0)
+            PyErr_Clear();
+        result = storage_detach_views(&handle->storage);
+        if (!result)
+            param_views_drop_wrapped(&handle->param_views);
+        if (!result && exposes_views)
+            result = param_views_set_exposed(&handle->param_views, EXPOSED_NOTHING) < 0
+                         ? -1
+                         : handle_expose_views(handle);
+    }
+    return result;
 }
 
 /* ---- precision ---- */

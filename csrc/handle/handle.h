@@ -1,10 +1,6 @@
 /* A handle: one flat parameter with its storage, views and gradients. Each component owns its state;
  * operations over several components are declared here.
  *
- *   flat_param   description                        storage    shard and unsharded parameters
- *   param_views  parameters that modules expose     grads      gradients, from autograd to .grad
- *   writeback    user edits of parameters and gradients
- *
  * Invariants: a component writes its own fields alone. `training_state` is written by
  * handle_set_training_state, against a table of legal transitions. While `initialized`, all components agree
  * on the shard; a new `.data` of the flat parameter is noticed by handle_follow_flat_param. */

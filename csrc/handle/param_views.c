@@ -79,17 +79,6 @@ void param_views_fini(struct param_views *param_views) {
     Py_CLEAR(param_views->empty_param);
 }
 
-int param_views_visit(const struct param_views *param_views, visitproc visit, void *arg) {
-    for (int64_t i = 0; param_views->all && i < param_views->count; i++) {
-        Py_VISIT(param_views->all[i].module);
-        Py_VISIT(param_views->all[i].parameters);
-        Py_VISIT(param_views->all[i].attributes);
-    }
-    Py_VISIT(param_views->wrapped_views);
-    Py_VISIT(param_views->wrap_views);
-    return 0;
-}
-
 /* ---- wrapped views ---- */
 
 /* Return wrap_views(views), or `views` without a wrapper. New reference. */

@@ -61,7 +61,6 @@ struct param_views {
 /* Return 0, or -1 with an exception. Call param_views_fini in either case. */
 int param_views_init(struct param_views *param_views, const struct handle_spec *spec);
 void param_views_fini(struct param_views *param_views);
-int param_views_visit(const struct param_views *param_views, visitproc visit, void *arg);
 
 /* Write `exposed`; the only function that does. EXPOSED_NOTHING makes the next exposure set all entries
  * again. Return 0, or -1 with RuntimeError that names the unit and both kinds. */

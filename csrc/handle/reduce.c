@@ -133,10 +133,6 @@ int64_t grads_reduce_input_nbytes(const struct grads *grads) {
     return grads->param->layout.padded_numel * dtype_nbytes(grads->storage->copy->reduce_kind);
 }
 
-bool grads_can_pack_directly(const struct grads *grads) {
-    return grads->param->sharded && !grads->unsharded && !grads->sum;
-}
-
 int grads_pack_on_side_stream(struct grads *grads, PyObject **packed) {
     if (read_comm_hook(grads) < 0)
         return -1;

@@ -15,13 +15,6 @@ int storage_init(struct storage *storage, const struct config *config) {
     return storage->fallback_dtypes ? 0 : -1;
 }
 
-int storage_visit(const struct storage *storage, visitproc visit, void *arg) {
-    for (int i = 0; i < PRECISIONS; i++)
-        Py_VISIT(storage->copies[i].views);
-    Py_VISIT(storage->attributes);
-    return 0;
-}
-
 void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool, bool is_segment) {
     storage->full_free = full;
     storage->pool = pool;
@@ -54,23 +47,7 @@ int storage_read_shard(struct storage *storage) {
                             (long long)numel, (long long)want);
 }
 
-PyObject *storage_copy_shard(const struct storage *storage) {
-    PyObject *shard = storage->offload ? torch_empty_pinned_like(storage->shard_like)
-                                       : torch_empty_like(storage->local_shard);
-    if (shard && torch_copy(shard, storage->local_shard) < 0)
-        Py_CLEAR(shard);
-    return shard;
-}
-
 /* ---- compute device ---- */
-
-int storage_leave_device(struct storage *storage) {
-    if (!storage->shard_moved_off_device)
-        return 0;
-    if (deferred_free_flush_buffer(storage->full_free, &storage->copy->full) < 0)
-        return -1;
-    return storage->pool ? pool_empty(storage->pool) : 0;
-}
 
 const struct kernel_stream *storage_stream(const struct storage *storage) {
     return tensor_kernel_stream(&storage->compute_view);
@@ -379,11 +356,6 @@ int storage_pop_written(const struct storage *storage, int64_t param) {
             now ? PyObject_CallMethodObjArgs(before, torch_names.view, torch_names.uint8, NULL) : NULL);
     OWNED *equal = before ? PyObject_CallMethod(now, "equal", "O", before) : NULL;
     return equal ? equal == Py_False : -1;
-}
-
-bool storage_has_mixed_precision(const struct storage *storage) {
-    const struct precision_copy *copy = &storage->copies[PRECISION_COMPUTE];
-    return copy->low_precision || copy->reduce_dtype != storage->orig_dtype;
 }
 
 int storage_fix_reduce_dtype(struct storage *storage, PyObject *dtype) {

@@ -1,6 +1,6 @@
 /* Storage of one flat parameter: this rank's shard, and the unsharded parameters of each precision.
  *
- *   local_shard --upload--> device_shard --cast--> copy->own_part   if the shard is offloaded or has another dtype
+ *   local_shard --upload--> device_shard --cast--> copy->own_part   if offloaded or of another dtype
  *   local_shard or copy->own_part --all-gather--> copy->full
  *
  *   SHARDED --storage_unshard--> UNSHARDING --storage_wait_unshard--> UNSHARDED --storage_reshard--> SHARDED
@@ -101,7 +101,6 @@ struct unshard_batch {
 /* Return 0, or -1 with an exception. Call storage_fini in either case. */
 int storage_init(struct storage *storage, const struct config *config);
 void storage_fini(struct storage *storage);
-int storage_visit(const struct storage *storage, visitproc visit, void *arg);
 
 /* unshard.c. Write param_state; the only function that does. Return 0, or -1 with RuntimeError that names the
  * unit and both states. */
@@ -112,16 +111,13 @@ void storage_check(const struct storage *storage); /* assert the invariant under
 
 /* Read dtype and data of the flat parameter. */
 int storage_read_shard(struct storage *storage);
-PyObject *storage_copy_shard(const struct storage *storage); /* new reference, on the shard's device */
 /* Set up compute device and precision copies after storage_read_shard. */
 int storage_follow_shard(struct storage *storage);
-/* Free the memory kept on the compute device after the user has moved the shard to another device. */
-int storage_leave_device(struct storage *storage);
 
 /* Bind the storage to a root's streams and pool. NULL: memory is freed at once. */
 void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool, bool is_segment);
-/* Free memory that waits for its last use on the root's streams, and unbind from the root. Call before the root is
- * freed. */
+/* Free memory that waits for its last use on the root's streams, and unbind from the root. Call before the
+ * root is freed. */
 void storage_leave_root(struct storage *storage);
 
 /* Current stream of the compute device. */
@@ -130,8 +126,8 @@ const struct kernel_stream *storage_stream(const struct storage *storage);
  * Return 0 or -1. */
 int storage_apply(const struct storage *storage, elementwise_kernel *kernel, PyObject *output,
                   PyObject *input, double divisor, const char *operation);
-/* Make the current stream wait for `*work`, if there are streams, so that an event recorded on the stream also
- * covers the work of a backend that has its own stream. Return 0, or -1 with *work NULL. */
+/* Make the current stream wait for `*work`, if there are streams, so that an event recorded on the stream
+ * also covers the work of a backend that has its own stream. Return 0, or -1 with *work NULL. */
 int storage_wait_in_stream(const struct storage *storage, PyObject **work);
 
 /* ---- storage.c: attributes that libraries read on torch's FlatParameter, under torch's names (_local_shard,
@@ -151,7 +147,6 @@ int storage_use_copy(struct storage *storage, enum precision precision);
 int storage_detach_views(struct storage *storage);
 /* Set the reduce dtype of all copies, also of those made later. */
 int storage_fix_reduce_dtype(struct storage *storage, PyObject *dtype);
-bool storage_has_mixed_precision(const struct storage *storage);
 
 /* Free the storage of the copy in use. A numpy array or another process that shares the memory keeps it:
  * tensor and views move to new memory first. */
@@ -179,12 +174,11 @@ int storage_refuse_freed_view(const struct storage *storage, const PyObject *ten
 /* Allocate `full` and write the shard to own_part. No-op unless storage_needs_pre_unshard. Return 0, or -1
  * with all memory freed. */
 int storage_pre_unshard(struct storage *storage);
-/* Start the all-gather, while SHARDED and after storage_pre_unshard. Return 0, or -1 with all memory
- * freed. */
-int storage_unshard(struct storage *storage);
-/* Split storage_unshard for a coalesced all-gather: add this storage to the batch, and later record the work.
- * Return 0, or -1 with all memory freed. */
-int storage_unshard_add(struct storage *storage, struct unshard_batch *batch);
+/* Start the all-gather, while SHARDED and after storage_pre_unshard, or add its tensors to a batch, in which
+ * case the caller starts the batch and calls storage_unshard_started. `batch` may be NULL. Return 0, or -1
+ * with all memory freed. */
+int storage_unshard(struct storage *storage, struct unshard_batch *batch);
+/* Record the all-gather's work, NULL without one. Return 0, or -1 with all memory freed. */
 int storage_unshard_started(struct storage *storage, PyObject *work);
 /* Make the current stream wait for the all-gather. No-op unless UNSHARDING. Return 0 or -1. */
 int storage_wait_unshard(struct storage *storage);
@@ -195,11 +189,5 @@ int storage_abandon_unshard(struct storage *storage);
 bool storage_needs_pre_unshard(const struct storage *storage);
 /* Allocate `full`; the state stays SHARDED. Return 0 or -1. */
 int storage_alloc_unsharded(struct storage *storage);
-/* Free the result of storage_alloc_unsharded while SHARDED, so that the memory returns to the pool. Return 0
- * or -1. */
-int storage_release_reserved(struct storage *storage);
-int64_t storage_unsharded_nbytes(const struct storage *storage);
-/* Return true if SHARDED and an unshard would allocate. */
-bool storage_needs_alloc(const struct storage *storage);
 
 #endif

@@ -27,24 +27,6 @@ static bool full_is_copy(const struct handle *handle) {
     return handle->param.sharded || handle->storage.offload;
 }
 
-/* Return the full flat parameter in full precision with right padding. New reference. A unit that a forward
- * left unsharded is unsharded again, as the shard may have changed since; an unsharded low-precision copy is
- * freed, as a writeback would make it stale. */
-static PyObject *unshard_full(struct handle *handle) {
-    handle->summon.freed_after = handle->storage.param_state == PARAM_SHARDED;
-    if (!full_is_copy(handle))
-        return Py_NewRef(handle->storage.local_shard);
-    int result = handle->storage.copies[PRECISION_COMPUTE].low_precision
-                     ? handle_use_precision(handle, PRECISION_FULL)
-                     : 0;
-    if (result < 0 || storage_reshard(&handle->storage, true) < 0 ||
-        handle_unshard_outside_step(handle) < 0) {
-        leave_full_precision(handle);
-        return NULL;
-    }
-    return Py_NewRef(handle->storage.copy->full.tensor);
-}
-
 static int copy_to(PyObject *tensor, PyObject *source) {
     OWNED *data = torch_data(tensor);
     return data ? torch_copy(data, source) : -1;
@@ -129,9 +111,19 @@ int handle_summon_enter(struct handle *handle, bool writeback) {
     if (!handle->param.skip_writeback_check &&
         (writeback_check_params_outside_shard(handle) < 0 || handle_writeback(handle) < 0))
         return -1;
-    PyObject *full = unshard_full(handle);
-    if (!full)
-        return -1;
+    /* A unit that a forward left unsharded is unsharded again, as the shard may have changed since; an
+     * unsharded low-precision copy is freed, as a writeback would make it stale. */
+    handle->summon.freed_after = handle->storage.param_state == PARAM_SHARDED;
+    if (full_is_copy(handle)) {
+        bool low_precision = handle->storage.copies[PRECISION_COMPUTE].low_precision;
+        if ((low_precision && handle_use_precision(handle, PRECISION_FULL) < 0) ||
+            storage_reshard(&handle->storage, true) < 0 || handle_unshard_outside_step(handle) < 0) {
+            leave_full_precision(handle);
+            return -1;
+        }
+    }
+    PyObject *full =
+        Py_NewRef(full_is_copy(handle) ? handle->storage.copy->full.tensor : handle->storage.local_shard);
     handle->summon.writeback = writeback;
     ref_set(&handle->summon.full, full);
     int result = handle_set_training_state(handle, USE_SUMMON_FULL_PARAMS);

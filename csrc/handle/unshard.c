@@ -56,8 +56,8 @@ int storage_refuse_freed_view(const struct storage *storage, const PyObject *ten
 
 /* ---- memory ---- */
 
-/* Allocation in the pool may fail: torch's allocator before 2.13 releases no cached memory of other pools there.
- * Outside of the pool it does. */
+/* Allocation in the pool may fail: torch's allocator before 2.13 releases no cached memory of other pools
+ * there. Outside of the pool it does. */
 int storage_alloc_unsharded(struct storage *storage) {
     struct buffer *full = &storage->copy->full;
     if (storage->copy->is_local)
@@ -73,17 +73,6 @@ int storage_alloc_unsharded(struct storage *storage) {
         PyErr_Clear();
     }
     return buffer_alloc(full);
-}
-
-int storage_release_reserved(struct storage *storage) {
-    return storage->copy->is_local || storage->param_state != PARAM_SHARDED
-               ? 0
-               : buffer_free(&storage->copy->full);
-}
-
-bool storage_needs_alloc(const struct storage *storage) {
-    return !storage->copy->is_local && storage->param_state == PARAM_SHARDED &&
-           !storage->copy->full.allocated;
 }
 
 /* ---- input of the all-gather ---- */
@@ -145,36 +134,27 @@ static PyObject *all_gather_input(const struct storage *storage) {
     return storage_needs_pre_unshard(storage) ? storage->copy->own_part : storage->local_shard;
 }
 
-int storage_unshard(struct storage *storage) {
-    PyObject *input = NULL, *output = NULL;
-    bool needs_all_gather = !storage->copy->is_local && storage->param->sharded;
+int storage_unshard(struct storage *storage, struct unshard_batch *batch) {
+    OWNED *work = NULL;
     int result = storage_alloc_unsharded(storage);
-    if (!result && needs_all_gather) {
-        input = view_for_backend(storage, all_gather_input(storage));
-        output = input ? view_for_backend(storage, storage->copy->full.tensor) : NULL;
-        ref_set(&storage->unshard_work,
-                output ? collective_all_gather(&storage->param->shard_group, output, input) : NULL);
-        result = storage->unshard_work ? storage_wait_in_stream(storage, &storage->unshard_work) : -1;
-        Py_XDECREF(input);
-        Py_XDECREF(output);
+    if (!result && !storage->copy->is_local && storage->param->sharded) {
+        OWNED *input = view_for_backend(storage, all_gather_input(storage));
+        OWNED *output = input ? view_for_backend(storage, storage->copy->full.tensor) : NULL;
+        if (output && batch) {
+            result = PyList_Append(batch->outputs, output) < 0 ? -1 : PyList_Append(batch->inputs, input);
+        } else {
+            work = output ? collective_all_gather(&storage->param->shard_group, output, input) : NULL;
+            result = work ? 0 : -1;
+        }
     }
-    return result < 0 ? storage_abandon_unshard(storage) : storage_set_state(storage, PARAM_UNSHARDING);
-}
-
-int storage_unshard_add(struct storage *storage, struct unshard_batch *batch) {
-    if (storage_alloc_unsharded(storage) < 0)
+    if (result < 0)
         return storage_abandon_unshard(storage);
-    OWNED *output = view_for_backend(storage, storage->copy->full.tensor);
-    OWNED *input = view_for_backend(storage, all_gather_input(storage));
-    int result = output && input ? PyList_Append(batch->outputs, output) : -1;
-    if (!result)
-        result = PyList_Append(batch->inputs, input);
-    return result < 0 ? storage_abandon_unshard(storage) : 0;
+    return batch ? 0 : storage_unshard_started(storage, work);
 }
 
 int storage_unshard_started(struct storage *storage, PyObject *work) {
-    ref_set(&storage->unshard_work, Py_NewRef(work));
-    if (storage_wait_in_stream(storage, &storage->unshard_work) < 0)
+    ref_set(&storage->unshard_work, Py_XNewRef(work));
+    if (work && storage_wait_in_stream(storage, &storage->unshard_work) < 0)
         return storage_abandon_unshard(storage);
     return storage_set_state(storage, PARAM_UNSHARDING);
 }
@@ -212,11 +192,6 @@ int storage_reshard(struct storage *storage, bool free_storage) {
     return free_storage ? storage_set_state(storage, PARAM_SHARDED) : 0;
 }
 
-int64_t storage_unsharded_nbytes(const struct storage *storage) {
-    const struct buffer *full = &storage->copy->full;
-    return full->allocated ? full->nbytes : 0;
-}
-
 /* ---- unshard of a handle ---- */
 
 int handle_pre_unshard(struct handle *handle) {
@@ -241,7 +216,7 @@ int handle_unshard(struct handle *handle) {
         return 0;
     if (handle_pre_unshard(handle) < 0 || storage_pre_unshard(storage) < 0)
         return -1;
-    return storage_unshard(storage);
+    return storage_unshard(storage, NULL);
 }
 
 int handle_unshard_outside_step(struct handle *handle) {

@@ -215,45 +215,42 @@ static int check_shared(struct handle *handle, const struct param_view *param_vi
     return -1;
 }
 
-/* Return 1 if some sharded parameter or its data was replaced, 0 if none was, -1 with an exception. All
- * errors are raised before the first copy. */
-static int find_all_replaced(struct handle *handle) {
-    if (!handle->param.use_orig_params || handle->param_views.exposed != EXPOSED_SHARDED ||
-        handle->param.skip_writeback_check)
-        return 0;
-    int any = 0;
-    int64_t next = -1; /* parameter to check in this call, -1 if this rank has a part of each */
-    for (int64_t i = 1; next < 0 && i <= handle->param.num_params; i++) {
-        int64_t param = (handle->writeback.next_outside_shard + i) % handle->param.num_params;
-        if (!is_in_shard(handle, param))
-            handle->writeback.next_outside_shard = next = param;
-    }
-    for (int64_t i = 0; i < handle->param.num_params; i++) {
-        int replaced = find_replaced(handle, i, i == next || is_in_shard(handle, i));
-        if (replaced < 0)
-            return -1;
-        any = any || replaced;
-    }
-    for (int64_t i = handle->param.num_params; i < handle->param_views.count; i++)
-        if (check_shared(handle, &handle->param_views.all[i]) < 0)
-            return -1;
-    return any;
-}
-
 /* [Note: another shard] Replaced parameters and data are written to a copy of the shard, which becomes the
  * new shard. A script that sets `param.data = average` for an evaluation and keeps the previous `.data` to
  * restore it later holds the old shard, whose values must not change. */
 int writeback_replace_shard(struct handle *handle) {
+    const struct storage *storage = &handle->storage;
     PyObject *inference_guard;
-    int replaced = find_all_replaced(handle);
-    if (replaced <= 0)
-        return replaced;
+    if (!handle->param.use_orig_params || handle->param_views.exposed != EXPOSED_SHARDED ||
+        handle->param.skip_writeback_check)
+        return 0;
+    /* parameter outside the shard whose data is checked in this call, -1 if this rank has a part of each */
+    int64_t next = -1, num_params = handle->param.num_params;
+    for (int64_t i = 1; next < 0 && i <= num_params; i++) {
+        int64_t param = (handle->writeback.next_outside_shard + i) % num_params;
+        if (!is_in_shard(handle, param))
+            handle->writeback.next_outside_shard = next = param;
+    }
+    /* raise all errors before the first copy */
+    bool any_replaced = false;
+    for (int64_t i = 0; i < num_params; i++) {
+        int replaced = find_replaced(handle, i, i == next || is_in_shard(handle, i));
+        if (replaced < 0)
+            return -1;
+        any_replaced = any_replaced || replaced;
+    }
+    for (int64_t i = num_params; i < handle->param_views.count; i++)
+        if (check_shared(handle, &handle->param_views.all[i]) < 0)
+            return -1;
+    if (!any_replaced)
+        return 0;
     if (torch_leave_inference_mode(&inference_guard) < 0)
         return -1;
     handle->writeback.copied = true;
-    OWNED *shard = storage_copy_shard(&handle->storage);
-    int result = shard ? 0 : -1;
-    for (int64_t i = 0; !result && i < handle->param.num_params; i++)
+    OWNED *shard = storage->offload ? torch_empty_pinned_like(storage->shard_like)
+                                    : torch_empty_like(storage->local_shard);
+    int result = shard ? torch_copy(shard, storage->local_shard) : -1;
+    for (int64_t i = 0; !result && i < num_params; i++)
         if (is_in_shard(handle, i))
             result = writeback_param(handle, i, shard);
     if (!result)
@@ -451,7 +448,9 @@ int handle_collect_user_grads(struct handle *handle) {
     if (!some)
         return grads_clear_accumulated(grads);
     struct tensor_view view;
-    OWNED *flat_grad = grads_flat_or_zeros(grads);
+    OWNED *flat_grad = torch_get_grad(param->tensor);
+    if (flat_grad == Py_None)
+        ref_set(&flat_grad, grads_set_kind(grads, GRAD_SHARDED) < 0 ? NULL : grads_zeros(grads));
     int result = flat_grad ? tensor_view_of(flat_grad, &view) : -1;
     for (int64_t i = 0; !result && i < param->num_params; i++) {
         OWNED *grad = torch_get_grad(PyList_GetItem(param->params, i));

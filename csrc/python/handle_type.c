@@ -246,7 +246,8 @@ static PyObject *get_shows_sharded(PyObject *self, void *unused) {
 
 static PyObject *get_unsharded_nbytes(PyObject *self, void *unused) {
     struct handle *handle = initialized_handle(self);
-    return handle ? PyLong_FromLongLong(storage_unsharded_nbytes(&handle->storage)) : NULL;
+    const struct buffer *full = handle ? &handle->storage.copy->full : NULL;
+    return full ? PyLong_FromLongLong(full->allocated ? full->nbytes : 0) : NULL;
 }
 
 static PyObject *get_padded_unsharded(PyObject *self, void *unused) {

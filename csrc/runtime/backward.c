@@ -21,17 +21,6 @@
  * in later ones once a nested backward was seen. Gradients that are still unreduced at the end of the
  * backward are reduced there. */
 
-static int begin_nesting(struct unit *unit) {
-    struct unit_nesting *nesting = &unit->nesting;
-    nesting->graph_task = nesting->recomputed ? torch_graph_task() : unit->runtime->graph_task;
-    nesting->nested = false;
-    int will_run = nesting->can_nest && unit->node.accumulation_node
-                       ? torch_will_execute(unit->node.accumulation_node)
-                       : 1;
-    nesting->anchor_will_run = will_run;
-    return nesting->graph_task == -2 || will_run < 0 ? -1 : 0;
-}
-
 /* ---- flat parameters in the graph ---- */
 
 /* [Note: flat parameters in the graph]
@@ -65,29 +54,12 @@ int unit_receive_inputs_only(struct unit *part) {
     return 0;
 }
 
-/* Warn if a backward to named tensors leaves the original parameters without gradients. Original parameters
- * are in no graph, so a schedule that computes gradients of inputs first and of weights later finds none.
- * Gradients of inputs alone are legitimate, hence no error. */
-static int check_inputs_only(struct unit *unit) {
-    if (!unit->node.accumulation_node || !unit->handle->param.use_orig_params)
-        return 0;
-    int reaches = unit_reaches_anchor(unit);
-    if (reaches)
-        return reaches < 0 ? -1 : 0;
-    return PyErr_WarnFormat(
-        PyExc_UserWarning, 1,
-        "rank %lld, unit %S: a backward to named tensors has passed through the unit without gradients for "
-        "its parameters, which use_orig_params=True does not support. Schedules that compute the gradients "
-        "of inputs and weights separately need use_orig_params=False.",
-        unit_rank(unit), unit->name);
-}
-
 /* ---- pre-backward ---- */
 
 int unit_unshard_for_backward(struct unit *unit) {
     if (!unit->handle)
         return optional_begin_backward(unit);
-    if (unit->optional.enclosing && optional_check_backward(unit) < 0)
+    if (unit->optional.enclosing && optional_check(unit, true) < 0)
         return -1;
     if (unit_set_training_state(unit, USE_BACKWARD_PRE) < 0)
         return -1;
@@ -119,8 +91,29 @@ int unit_pre_backward(void *target) {
         return stream_follow(&unit->runtime->schedule.streams);
     TRACE(TRACED_PRE_BACKWARD, unit->name_index);
     /* the outermost unit of this backward queues the final callback; FSDP1 lets only the root do so */
-    if (runtime_queue_final_callback(unit->runtime) < 0 || unit_set_phase(unit, PHASE_IN_STEP) < 0 ||
-        begin_nesting(unit) < 0 || check_inputs_only(unit) < 0 || unit_unshard_for_backward(unit) < 0)
+    if (runtime_queue_final_callback(unit->runtime) < 0 || unit_set_phase(unit, PHASE_IN_STEP) < 0)
+        return -1;
+    PyObject *accumulation_node = unit->node.accumulation_node;
+    struct unit_nesting *nesting = &unit->nesting;
+    nesting->graph_task = nesting->recomputed ? torch_graph_task() : unit->runtime->graph_task;
+    nesting->nested = false;
+    int will_run = nesting->can_nest && accumulation_node ? torch_will_execute(accumulation_node) : 1;
+    nesting->anchor_will_run = will_run;
+    if (nesting->graph_task == -2 || will_run < 0)
+        return -1;
+    /* Warn if a backward to named tensors leaves the original parameters without gradients. Original
+     * parameters are in no graph, so a schedule that computes gradients of inputs first and of weights later
+     * finds none. Gradients of inputs alone are legitimate, hence no error. */
+    int reaches_anchor =
+        accumulation_node && unit->handle->param.use_orig_params ? unit_reaches_anchor(unit) : 1;
+    if (reaches_anchor == 0)
+        reaches_anchor = PyErr_WarnFormat(
+            PyExc_UserWarning, 1,
+            "rank %lld, unit %S: a backward to named tensors has passed through the unit without gradients "
+            "for its parameters, which use_orig_params=True does not support. Schedules that compute the "
+            "gradients of inputs and weights separately need use_orig_params=False.",
+            unit_rank(unit), unit->name);
+    if (reaches_anchor < 0 || unit_unshard_for_backward(unit) < 0)
         return -1;
     FOR_EACH_FLAT_PARAM(part, unit->handle ? unit : NULL) {
         struct handle *handle = part->handle;
@@ -170,7 +163,7 @@ static int post_backward(struct unit *unit) {
             grads_call_param_hooks(&part->handle->grads) < 0)
             return -1;
     if (unit->optional.enclosing) {
-        if (optional_check_backward(unit) < 0)
+        if (optional_check(unit, true) < 0)
             return -1;
         if (unit->sync_gradients) /* the enclosing unit reduces it */
             return operations_post_backward_reshard(unit);

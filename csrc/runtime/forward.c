@@ -104,8 +104,8 @@ static int hook_tensor(PyObject *tensor, PyObject *hook, int64_t *hooked) {
     }
     if (!unit || !unit->optional.first)
         return add_hook(hooks, hook);
-    /* a tensor of an optional unit inside: the enclosing unit must unshard first, and hooks run in the order of
-     * insertion */
+    /* a tensor of an optional unit inside: the enclosing unit must unshard first, and hooks run in the order
+     * of insertion */
     OWNED *others = PyDict_Copy(hooks);
     if (!others || ref_done(PyObject_CallMethod(hooks, "clear", NULL)) < 0 || add_hook(hooks, hook) < 0)
         return -1;
@@ -184,7 +184,7 @@ int unit_unshard_for_forward(struct unit *unit) {
         return optional_begin_forward(unit);
     if (!unit->optional.enclosing)
         order_record_pre_forward(&runtime->order, &unit->place);
-    else if (optional_check_forward(unit) < 0)
+    else if (optional_check(unit, false) < 0)
         return -1;
     if (runtime_begin_step_alone(runtime) < 0 || unit_reshard_stale(unit) < 0 ||
         unit_unshard_and_wait(unit) < 0)

@@ -16,7 +16,8 @@ static PyObject *apply;
 
 /* ---- forward and backward of the function ---- */
 
-/* Append the views of frozen parameters to `*frozen`, a list or NULL. `*set_hash` is a hash of their indices. */
+/* Append the views of frozen parameters to `*frozen`, a list or NULL. `*set_hash` is a hash of their
+ * indices. */
 static int collect_frozen_views(const struct unit *part, PyObject **frozen, uint64_t *set_hash) {
     const struct flat_param *param = &part->handle->param;
     for (int64_t i = 0; param->use_orig_params && i < param->num_params; i++) {
@@ -65,6 +66,8 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
         PyObject_SetAttr(context, torch_names.materialize_grads, Py_False) < 0)
         return NULL;
     Py_ssize_t count = 0;
+    OWNED *frozen = NULL;
+    OWNED *views = NULL;
     FOR_EACH_FLAT_PARAM(part, unit) {
         int trains = unit->next_segment ? flat_param_is_trainable(&part->handle->param) : 1;
         /* a flat parameter that was trained before and is frozen now */
@@ -72,6 +75,14 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
             return NULL;
         part->node.trained_last_forward = trains;
         count++;
+        if (!trains)
+            continue;
+        if (update_frozen_views(part, &frozen) < 0)
+            return NULL;
+        PyObject *own = part->handle->storage.copy->views;
+        ref_set(&views, views ? PySequence_Concat(views, own) : Py_NewRef(own));
+        if (!views)
+            return NULL;
     }
     if (unit->next_segment) {
         OWNED *trained_flags = PyBytes_FromStringAndSize(NULL, count);
@@ -81,23 +92,10 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
         if (!trained_flags || PyObject_SetAttr(context, torch_names.parts, trained_flags) < 0)
             return NULL;
     }
-    OWNED *frozen = NULL;
-    FOR_EACH_FLAT_PARAM(part, unit)
-        if (part->node.trained_last_forward && update_frozen_views(part, &frozen) < 0)
-            return NULL;
     OWNED *excluded = frozen ? PyList_AsTuple(frozen) : NULL;
     if (frozen && (!excluded || PyObject_SetAttr(context, torch_names.non_differentiable, excluded) < 0))
         return NULL;
-    PyObject *views = NULL;
-    FOR_EACH_FLAT_PARAM(part, unit) {
-        PyObject *own = part->handle->storage.copy->views;
-        if (!part->node.trained_last_forward)
-            continue;
-        ref_set(&views, views ? PySequence_Concat(views, own) : Py_NewRef(own));
-        if (!views)
-            return NULL;
-    }
-    return views;
+    return Py_XNewRef(views);
 }
 
 /* `args`: one ignored value, then the gradients of the flat parameter's views. */
@@ -159,8 +157,8 @@ static int route_flat_param_gradients(struct unit *part, PyObject *own, struct n
 
 static int receive_gradients(struct unit *unit, struct node_call *call) {
     PyObject *args = call->args;
-    /* Double backward through this node is not supported: raise an error instead of returning zeros. Grad mode
-     * is on only under create_graph. */
+    /* Double backward through this node is not supported: raise an error instead of returning zeros. Grad
+     * mode is on only under create_graph. */
     for (Py_ssize_t i = 1; torch_grad_enabled() && i < PyTuple_Size(args); i++) {
         PyObject *grad = PyTuple_GetItem(args, i);
         int requires_grad = grad == Py_None ? 0 : torch_requires_grad(grad);
@@ -286,23 +284,20 @@ void node_drop_anchor(struct unit *unit) {
     Py_CLEAR(unit->node.hooks_seen);
 }
 
-/* Return a leaf's accumulation node: the next node of its expansion. New reference. */
-static PyObject *accumulation_node(PyObject *leaf) {
-    OWNED *expanded = PyObject_CallMethod(leaf, "expand_as", "O", leaf);
-    OWNED *grad_fn = expanded ? PyObject_GetAttr(expanded, torch_names.grad_fn) : NULL;
-    OWNED *next = grad_fn ? PyObject_GetAttrString(grad_fn, "next_functions") : NULL;
-    OWNED *first = next ? PySequence_GetItem(next, 0) : NULL;
-    return first ? PySequence_GetItem(first, 0) : NULL;
-}
-
 static int make_anchor(struct unit *unit) {
     struct streams *streams = &unit->runtime->schedule.streams;
     OWNED *anchor = torch_empty(0, unit->handle->storage.copy->dtype, unit->handle->param.device);
     OWNED *removable = NULL;
     if (!anchor || PyObject_SetAttr(anchor, torch_names.requires_grad, Py_True) < 0)
         return -1;
-    /* The engine runs the node on the stream on which it was created, in each backward. */
-    unit->node.accumulation_node = stream_enter_persistent(streams) < 0 ? NULL : accumulation_node(anchor);
+    /* The engine runs the accumulation node, the next one of the leaf's expansion, on the stream on which it
+     * was created, in each backward. */
+    OWNED *expanded =
+        stream_enter_persistent(streams) < 0 ? NULL : PyObject_CallMethod(anchor, "expand_as", "O", anchor);
+    OWNED *grad_fn = expanded ? PyObject_GetAttr(expanded, torch_names.grad_fn) : NULL;
+    OWNED *next = grad_fn ? PyObject_GetAttrString(grad_fn, "next_functions") : NULL;
+    OWNED *first = next ? PySequence_GetItem(next, 0) : NULL;
+    unit->node.accumulation_node = first ? PySequence_GetItem(first, 0) : NULL;
     if (stream_leave(streams) == 0 && unit->node.accumulation_node)
         unit->node.anchor_hook = hook_new(unit_post_backward, unit, NULL);
     if (unit->node.anchor_hook)

@@ -29,25 +29,20 @@ void optional_add(struct unit *unit, struct unit *enclosing) {
 
 /* ---- checks of optional units ---- */
 
-static int refuse(const struct unit *unit, const char *problem) {
-    return unit_error(PyExc_RuntimeError, unit_rank(unit), unit->name,
-                      "%s. An optional unit is unsharded and reduced with %S, the unit around it, on every "
-                      "rank: call it inside that unit's forward, do not switch between train() and eval() "
-                      "there, and let its output reach the loss through that unit's outputs.",
-                      problem, unit->optional.enclosing->name);
-}
-
 /* The unit may have been resharded by a change of precision, in train() or eval(). */
-int optional_check_forward(const struct unit *unit) {
-    if (unit->optional.enclosing->optional.open && unit->handle->storage.param_state != PARAM_SHARDED)
+int optional_check(const struct unit *unit, bool in_backward) {
+    const struct optional *enclosing = &unit->optional.enclosing->optional;
+    if ((in_backward ? enclosing->reached : enclosing->open) &&
+        unit->handle->storage.param_state != PARAM_SHARDED)
         return 0;
-    return refuse(unit, "its forward is called where its parameters are not gathered");
-}
-
-int optional_check_backward(const struct unit *unit) {
-    if (unit->optional.enclosing->optional.reached && unit->handle->storage.param_state != PARAM_SHARDED)
-        return 0;
-    return refuse(unit, "a gradient reaches it where its parameters are not gathered");
+    return unit_error(PyExc_RuntimeError, unit_rank(unit), unit->name,
+                      "%s. An optional unit is unsharded and reduced "
+                      "with %S, the unit around it, on every rank: call it inside that unit's forward, do "
+                      "not switch between train() and eval() there, and let its output reach the loss "
+                      "through that unit's outputs.",
+                      in_backward ? "a gradient reaches it where its parameters are not gathered"
+                                  : "its forward is called where its parameters are not gathered",
+                      unit->optional.enclosing->name);
 }
 
 /* ---- unshard with the enclosing unit ---- */

@@ -73,18 +73,6 @@ int order_record_post_forward(struct order *order, struct order_place *place) {
     return 0;
 }
 
-/* ---- neighbours ---- */
-
-int64_t order_after(const struct order *order, const struct order_place *place, int64_t distance) {
-    int64_t index = place->pre_forward + distance;
-    return place->pre_forward >= 0 && index < order->num_pre ? order->pre[index] : -1;
-}
-
-int64_t order_before(const struct order *order, const struct order_place *place, int64_t distance) {
-    int64_t index = place->post_forward - distance;
-    return index >= 0 ? order->post[index] : -1;
-}
-
 /* ---- the invariant ---- */
 
 void order_check(const struct order *order) {

@@ -12,6 +12,7 @@ static bool can_prefetch(const struct unit *unit) {
 
 struct unit *unit_next_to_prefetch(const struct unit *unit, enum training_state state) {
     const struct order *order = &unit->runtime->order;
+    const struct order_place *place = &unit->place;
     bool in_forward = state == USE_FORWARD;
     enum backward_prefetch policy = state == USE_BACKWARD_PRE    ? PREFETCH_BACKWARD_PRE
                                     : state == USE_BACKWARD_POST ? PREFETCH_BACKWARD_POST
@@ -20,11 +21,10 @@ struct unit *unit_next_to_prefetch(const struct unit *unit, enum training_state 
                               : policy && unit->options.backward_prefetch == (int)policy;
     int64_t limit = in_forward ? order->forward_prefetch_limit : order->backward_prefetch_limit;
     for (int64_t distance = 1; enabled && distance <= limit; distance++) {
-        int64_t next = in_forward ? order_after(order, &unit->place, distance)
-                                  : order_before(order, &unit->place, distance);
-        if (next < 0)
+        int64_t index = in_forward ? place->pre_forward + distance : place->post_forward - distance;
+        if (index < 0 || (in_forward && (place->pre_forward < 0 || index >= order->num_pre)))
             return NULL;
-        struct unit *candidate = unit->runtime->units[next];
+        struct unit *candidate = unit->runtime->units[in_forward ? order->pre[index] : order->post[index]];
         if ((in_forward || candidate->needs_pre_backward_unshard) && can_prefetch(candidate))
             return candidate;
     }
@@ -112,8 +112,11 @@ int unit_prefetch_by_user(struct unit *unit) {
  * of 512 bytes. A block per unit would waste up to 1 MiB each, and two small blocks could not hold one large
  * unit. The input of a backward's last reduction uses the same memory, when no unit is unsharded any more. */
 
-static bool needs_storage(const struct unit *unit) {
-    return unit->handle && storage_needs_alloc(&unit->handle->storage);
+/* Return true if an unshard of the flat parameter would allocate. */
+static bool needs_storage(const struct unit *part) {
+    const struct storage *storage = part->handle ? &part->handle->storage : NULL;
+    return storage && !storage->copy->is_local && storage->param_state == PARAM_SHARDED &&
+           !storage->copy->full.allocated;
 }
 
 /* Return true if the flat parameter stays unsharded between forward and backward. The root always does. */
@@ -186,8 +189,8 @@ static int64_t last_input_nbytes(const struct runtime *runtime) {
     return most;
 }
 
-/* Allocate and free the storage of each held flat parameter once. Return 1 if the pool's block provides any of
- * it, 0 if not, -1 with an exception. */
+/* Allocate and free the storage of each held flat parameter once. Return 1 if the pool's block provides any
+ * of it, 0 if not, -1 with an exception. */
 static int reserve_storages(struct runtime *runtime, struct unit **held, int64_t count) {
     int uses_arena = 0;
     for (int64_t i = 0; uses_arena >= 0 && i < count; i++) {
@@ -198,9 +201,12 @@ static int reserve_storages(struct runtime *runtime, struct unit **held, int64_t
             uses_arena = 1;
     }
     PyObject *error = PyErr_GetRaisedException();
-    FOR_EACH_UNIT(unit, runtime)
-        if (unit->handle && storage_release_reserved(&unit->handle->storage) < 0)
+    FOR_EACH_UNIT(unit, runtime) { /* return the memory to the pool */
+        struct storage *storage = unit->handle ? &unit->handle->storage : NULL;
+        if (storage && !storage->copy->is_local && storage->param_state == PARAM_SHARDED &&
+            buffer_free(&storage->copy->full) < 0)
             uses_arena = -1;
+    }
     if (error)
         PyErr_SetRaisedException(error);
     return uses_arena;

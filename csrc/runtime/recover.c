@@ -66,13 +66,21 @@ static void reset_unit(struct unit *unit, PyObject **first) {
 }
 
 static int reset(struct runtime *runtime) {
+    struct schedule *schedule = &runtime->schedule;
     PyObject *first = NULL;
     PyErr_Clear();
     runtime->reducing = NULL;
     keep_first_error(&first,
                      /* legal from every state */
                      schedule_set_reduction(&runtime->schedule, REDUCTION_NONE, NULL));
-    keep_first_error(&first, schedule_join(&runtime->schedule));
+    /* make COMPUTE wait for all streams; UNSHARD has waited for PRE_UNSHARD, so the loop begins there */
+    int joined = 0;
+    for (int role = STREAM_UNSHARD; joined == 0 && role < STREAM_ROLES; role++) {
+        joined = stream_record(&schedule->streams, (enum stream_role)role, &schedule->joined);
+        if (!joined)
+            joined = stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->joined);
+    }
+    keep_first_error(&first, joined);
     for (int64_t i = 0; i < runtime->num_units; i++)
         reset_unit(runtime->units[i], &first);
     progress_leave(0); /* leave all phases */

@@ -23,8 +23,8 @@ int unit_reshard_after_forward(struct unit *unit) {
     } else if (unit->handle) {
         if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0)
             return -1;
-        /* Reshard unless the backward needs the parameters. Parameters are freed without a backward too, as they
-         * could be stale in the next forward. */
+        /* Reshard unless the backward needs the parameters. Parameters are freed without a backward too, as
+         * they could be stale in the next forward. */
         FOR_EACH_FLAT_PARAM(part, unit) {
             struct handle *handle = part->handle;
             bool keeps = flat_param_stays_unsharded(&handle->param);
@@ -102,8 +102,8 @@ int unit_post_backward_reshard(struct unit *unit) {
             return -1;
     if (unit_prefetch_next(unit, USE_BACKWARD_POST) < 0)
         return -1;
-    /* so that the next unshard can reuse the memory after its last use; a forward keeps one unit deferred, as the
-     * unshard would wait for the previous unit's forward */
+    /* so that the next unshard can reuse the memory after its last use; a forward keeps one unit deferred,
+     * as the unshard would wait for the previous unit's forward */
     return deferred_free_flush(&unit->runtime->schedule.unsharded);
 }
 

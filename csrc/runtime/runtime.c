@@ -35,11 +35,11 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
     return 0;
 }
 
-/* Return the units to their state before lazy init: units outlive their runtime if lazy init fails half-way.
- * Unsharded storage is freed with its handle, after the computation on it. */
-static void unbind_units(struct runtime *runtime) {
+int runtime_clear(struct runtime *runtime) {
     if (schedule_begin_step(&runtime->schedule) < 0 || schedule_flush(&runtime->schedule) < 0)
         PyErr_WriteUnraisable(runtime->object);
+    /* Return the units to their state before lazy init: units outlive their runtime if lazy init fails
+     * half-way. Unsharded storage is freed with its handle, after the computation on it. */
     FOR_EACH_UNIT(unit, runtime) {
         stream_event_destroy(&runtime->schedule.streams, &unit->unsharded.mark.gathered);
         if (unit->handle)
@@ -47,10 +47,6 @@ static void unbind_units(struct runtime *runtime) {
         unit_unbind(unit);
     }
     runtime->num_units = 0;
-}
-
-int runtime_clear(struct runtime *runtime) {
-    unbind_units(runtime);
     schedule_fini(&runtime->schedule);
     order_fini(&runtime->order);
     PyMem_Free(runtime->units);
@@ -106,8 +102,8 @@ int runtime_collect_user_grads(struct runtime *runtime) {
 
 /* Warn once about units whose trainable parameters never receive a gradient: those that have run in training
  * mode, if a backward has ended since. The root's next forward warns, because another backward may reach the
- * unit before that, as in a GAN. A unit that has had a gradient before is assumed to be skipped on purpose, as
- * alternating heads are. Return 0 or -1. */
+ * unit before that, as in a GAN. A unit that has had a gradient before is assumed to be skipped on purpose,
+ * as alternating heads are. Return 0 or -1. */
 static int warn_no_gradient(struct runtime *runtime) {
     OWNED *names = NULL;
     FOR_EACH_UNIT(unit, runtime) {
@@ -248,8 +244,11 @@ void runtime_check(const struct runtime *runtime) {
               !runtime->num_in_forward);
     order_check(&runtime->order);
     INVARIANT(runtime->order.num_post == 0);
-    schedule_check(&runtime->schedule);
-    INVARIANT(schedule_is_flushed(&runtime->schedule));
+    const struct schedule *schedule = &runtime->schedule;
+    schedule_check(schedule);
+    INVARIANT(schedule->reduction == REDUCTION_NONE && !schedule->packed_gradients && !schedule->reducing &&
+              !schedule->all_reducing && !schedule->scattered_output && !schedule->stepped_gradient &&
+              !schedule->uploading && !schedule->unsharded.held);
     FOR_EACH_UNIT(unit, runtime) {
         const struct handle *handle = unit->handle;
         INVARIANT(unit->phase != PHASE_IN_STEP && !unit->ran_pre_backward &&

@@ -1,10 +1,4 @@
-/* A root and its units: order of events in a step.
- *
- *   forward(unit):  [lazy init] root pre-forward -> pre-forward (unshard, views) -> the module
- *                   -> post-forward (reshard, hooks)
- *   backward:       pre-backward hook on the outputs (unshard, prefetch) -> the unit's node receives all
- *                   gradients -> the anchor's hook after the last contribution: reshard, pack, reduce
- *                   -> final callback
+/* A root and its units: order of events in a step, which docs/architecture.md lists.
  *
  * Invariant: outside of a step every unit and handle is IDLE, nothing is in flight, the post-forward order is
  * empty, and every handle is SHARDED unless its strategy keeps it unsharded. A unit belongs to at most one
@@ -25,8 +19,8 @@
 /* Leaves that a backward reaches: all of them, or only the inputs of backward(inputs=...). */
 enum backward_reach { REACH_UNKNOWN, REACH_ALL, REACH_INPUTS_ONLY };
 
-/* Order in which units run, as indices of the runtime's units; order.c. Each recorded unit knows its place in an
- * order. */
+/* Order in which units run, as indices of the runtime's units; order.c. Each recorded unit knows its place
+ * in an order. */
 struct order {
     int64_t *pre;  /* owned array; pre-forward order of the first iteration */
     int64_t *post; /* owned array; post-forward order of this iteration */

@@ -150,7 +150,9 @@ static int pack_on_side_stream(struct schedule *schedule, struct grads *grads) {
 }
 
 int schedule_pack(struct schedule *schedule, struct grads *grads, enum stream_role owner) {
-    schedule->packs_on_side_stream = streams_are_real(&schedule->streams) && grads_can_pack_directly(grads);
+    /* COMPUTE adds up several contributions */
+    schedule->packs_on_side_stream =
+        streams_are_real(&schedule->streams) && grads->param->sharded && !grads->unsharded && !grads->sum;
     schedule->input_owner = schedule->packs_on_side_stream ? owner : STREAM_COMPUTE;
     if ((schedule->packs_on_side_stream ? pack_on_side_stream(schedule, grads) : grads_pack(grads)) < 0)
         return -1;
@@ -181,7 +183,8 @@ static int release_scattered_output(struct schedule *schedule) {
     return result;
 }
 
-/* Record the end of the last reduction on POST_BACKWARD, unless recorded: most reductions are not waited for. */
+/* Record the end of the last reduction on POST_BACKWARD, unless recorded: most reductions are not waited
+ * for. */
 static int record_reduced(struct schedule *schedule) {
     return schedule->reduced ? 0
                              : stream_record(&schedule->streams, STREAM_POST_BACKWARD, &schedule->reduced);
@@ -301,24 +304,7 @@ int schedule_end_backward(struct schedule *schedule) {
     return 0;
 }
 
-/* UNSHARD has waited for PRE_UNSHARD, so the loop begins at UNSHARD. */
-int schedule_join(struct schedule *schedule) {
-    struct streams *streams = &schedule->streams;
-    for (int role = STREAM_UNSHARD; role < STREAM_ROLES; role++) {
-        if (stream_record(streams, (enum stream_role)role, &schedule->joined) < 0 ||
-            stream_wait(streams, STREAM_COMPUTE, schedule->joined) < 0)
-            return -1;
-    }
-    return 0;
-}
-
 /* ---- the invariant ---- */
-
-bool schedule_is_flushed(const struct schedule *schedule) {
-    return schedule->reduction == REDUCTION_NONE && !schedule->packed_gradients && !schedule->reducing &&
-           !schedule->all_reducing && !schedule->scattered_output && !schedule->stepped_gradient &&
-           !schedule->uploading && !schedule->unsharded.held;
-}
 
 void schedule_check(const struct schedule *schedule) {
     INVARIANT(streams_are_real(&schedule->streams) ||

@@ -1,28 +1,12 @@
-/* Streams of a step, and the order between them. The CPU has no streams: the handle's operations run one
- * after the other. A stream waits for an event at |wait event|, and records it at |event|.
- *
- *   PRE_UNSHARD    |wait step_begin| upload, cast |input_made|
- *   UNSHARD        |wait step_begin, input_made| all-gather |gathered|
- *   COMPUTE        |wait gathered| forward ... backward |received| next unit's backward |wait packed| free
- *   POST_BACKWARD  |wait received| pack |packed| reduce, post-divide |reduced|
- *
- * COMPUTE waits for `reduced` at the end of the backward; only then is it recorded. Sums of several
- * contributions, and gradients that are not sharded, are packed on COMPUTE, which then records `received`
- * after the packing.
+/* Streams of a step, and the order between them; docs/architecture.md draws both. The CPU has no streams: the
+ * handle's operations run one after the other.
  *
  * The reduction's input is allocated on the stream that packs, with one exception: the last input of a
  * backward, often the largest, reuses memory that is idle by then, so that the side stream allocates none for
  * it. The pool provides that memory if it has room and no unit is unsharded, and both unshard streams wait
- * for `reduced` (`scattered` below). Otherwise COMPUTE provides it, and waits. An input packed on COMPUTE is
- * freed after COMPUTE has waited in the same way, once it has the gradients of the next unit.
- *
- * Optimizers that step in a backward run on the stream of the unit's reduction, after the reduction.
- *
- * Under a hybrid strategy, the two halves of consecutive reductions overlap:
- *
- *   POST_BACKWARD  |wait received| pack |packed| reduce-scatter |scattered|
- *   ALL_REDUCE     |wait scattered| all-reduce, post-divide |all_reduced|
- *   COMPUTE        ... |wait all_reduced| at the end
+ * for `reduced` (`scattered` under a hybrid strategy). Otherwise COMPUTE provides it, and waits. An input
+ * packed on COMPUTE is freed after COMPUTE has waited in the same way, once it has the gradients of the next
+ * unit.
  *
  * [Note: memory of streams] The host frees and reuses memory ahead of the device, so events alone order
  * accesses on the device:
@@ -92,8 +76,6 @@ void schedule_fini(struct schedule *schedule);
 int schedule_set_reduction(struct schedule *schedule, enum reduction_state state,
                            const struct flat_param *param);
 void schedule_check(const struct schedule *schedule); /* assert the invariant under FSDP_C_CHECK */
-/* Return true if nothing is in flight, and no memory is held. */
-bool schedule_is_flushed(const struct schedule *schedule);
 
 /* ---- unshard. Each `end` takes the result of the work since the stream was entered. Return 0, or -1 with an
  * exception ---- */
@@ -131,7 +113,5 @@ int schedule_synchronize(struct schedule *schedule); /* make the host wait for C
 int schedule_flush(struct schedule *schedule);
 /* Flush, and make the stream that waits for the backward wait for COMPUTE. */
 int schedule_end_backward(struct schedule *schedule);
-/* Make COMPUTE wait for all streams, after an exception. */
-int schedule_join(struct schedule *schedule);
 
 #endif

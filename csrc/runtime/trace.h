@@ -1,7 +1,7 @@
 /* Observability of a step: ranges in torch's profiler, under FSDP1's names (users search traces for them),
- * and the progress of this rank: number of finished backwards, phase, and unit of the phase, for error messages,
- * SIGUSR1 and torch's debug server. All traced parts are listed here; nothing else in csrc/runtime opens a range.
- * The functions are inline because the part is a constant at nearly every call.
+ * and the progress of this rank: number of finished backwards, phase, and unit of the phase, for error
+ * messages, SIGUSR1 and torch's debug server. All traced parts are listed here; nothing else in csrc/runtime
+ * opens a range. The functions are inline because the part is a constant at nearly every call.
  *
  * Invariants: traced parts are nested, also when an exception is raised, which is kept. Phase and unit of the
  * progress are one aligned word, so that a signal handler or another thread never reads the phase of one unit
@@ -48,8 +48,8 @@ extern const char *const progress_phases[PROGRESS_PHASES];
 int32_t progress_add_unit(const char *name);
 /* Write "step 3: waits in the all-gather of layers.0". Safe in a signal handler. */
 void progress_describe(char text[PROGRESS_TEXT_NBYTES]);
-/* Print the description, after "fsdp_c: rank N, ", to stderr on SIGUSR1, unless the process handles that signal
- * already. Returns 1 if it is printed from now on, 0 if not, -1 with errno on failure. */
+/* Print the description, after "fsdp_c: rank N, ", to stderr on SIGUSR1, unless the process handles that
+ * signal already. Returns 1 if it is printed from now on, 0 if not, -1 with errno on failure. */
 int progress_print_on_signal(int64_t rank);
 
 /* Enter a phase and return the previous place, for progress_leave. */

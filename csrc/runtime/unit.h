@@ -68,8 +68,8 @@ struct unit_node {
     uint64_t frozen_params;
 };
 
-/* State of optional units; optional.c. All zeros if nothing is optional. Segments ([Note: segments]) share their
- * unit's. */
+/* State of optional units; optional.c. All zeros if nothing is optional. Segments ([Note: segments]) share
+ * their unit's. */
 struct optional {
     struct unit *enclosing; /* borrowed, from the same runtime; NULL unless the unit is optional */
     struct unit *next;      /* borrowed; next optional unit with parameters inside the same enclosing unit */
@@ -262,18 +262,13 @@ void optional_abandon(struct unit *enclosing); /* call after a failed forward; c
 void optional_reset(struct unit *enclosing);   /* close after an exception in a step */
 
 /* Check that an optional unit may run, or may receive a gradient. Return 0, or -1 with RuntimeError. */
-int optional_check_forward(const struct unit *unit);
-int optional_check_backward(const struct unit *unit);
+int optional_check(const struct unit *unit, bool in_backward);
 
 /* ---- order.c ---- */
 
 struct order;
 void order_record_pre_forward(struct order *order, struct order_place *place);
 int order_record_post_forward(struct order *order, struct order_place *place); /* 0, or -1 with MemoryError */
-/* Return the unit `distance` places after this one in the first iteration, or before this one in this
- * iteration; -1 if there is none. */
-int64_t order_after(const struct order *order, const struct order_place *place, int64_t distance);
-int64_t order_before(const struct order *order, const struct order_place *place, int64_t distance);
 
 /* ---- reduce.c, recover.c ---- */
 

@@ -49,7 +49,7 @@ static int make_all_gather_input(struct unit *part) {
 
 int unit_unshard_part(struct unit *part) {
     if (make_all_gather_input(part) == 0)
-        return storage_unshard(&part->handle->storage);
+        return storage_unshard(&part->handle->storage, NULL);
     return storage_abandon_unshard(&part->handle->storage);
 }
 
@@ -82,7 +82,7 @@ static int enqueue_coalesced(struct unit *unit) {
     if (!outputs || !inputs)
         return -1;
     FOR_EACH_FLAT_PARAM(part, unit)
-        if (make_all_gather_input(part) < 0 || storage_unshard_add(&part->handle->storage, &batch) < 0)
+        if (make_all_gather_input(part) < 0 || storage_unshard(&part->handle->storage, &batch) < 0)
             return -1;
     OWNED *work = collective_all_gather_coalesced(&unit->handle->param.shard_group, outputs, inputs);
     if (!work)
@@ -193,7 +193,9 @@ int unit_precision_for_forward(struct unit *unit) {
     if (!unit->handle)
         return 0;
     FOR_EACH_FLAT_PARAM(part, unit) {
-        bool full = !training && storage_has_mixed_precision(&part->handle->storage);
+        const struct precision_copy *copy = &part->handle->storage.copies[PRECISION_COMPUTE];
+        bool is_mixed = copy->low_precision || copy->reduce_dtype != part->handle->storage.orig_dtype;
+        bool full = !training && is_mixed;
         if (use_precision(part, full ? PRECISION_FULL : PRECISION_COMPUTE) < 0)
             return -1;
     }
