@@ -85,43 +85,42 @@ int grads_restore_param_hooks(struct grads *grads) {
 
 /* ---- call ---- */
 
-/* Raise an exception if a hook's result cannot replace the gradient. */
-static int check_replacement(const struct grads *grads, PyObject *function, PyObject *grad, PyObject *value) {
-    const struct flat_param *param = grads->param;
-    struct tensor_view old, new;
-    if (!torch_is_tensor(value))
-        return flat_param_error(
-            param, PyExc_TypeError,
-            "expected a Tensor or None from hook %R of the flat parameter, but hook returned %R", function,
-            (PyObject *)Py_TYPE(value));
-    if (tensor_view_of(grad, &old) < 0 || tensor_view_of(value, &new) < 0)
-        return -1;
-    bool same_type =
-        new.dtype == old.dtype && new.device == old.device && new.device_index == old.device_index;
-    bool same_size =
-        new.ndim == old.ndim && memcmp(new.sizes, old.sizes, (size_t)old.ndim * sizeof *old.sizes) == 0;
-    if (same_type && same_size)
-        return 0;
-    return flat_param_error(param, PyExc_RuntimeError,
-                            "hook %R of the flat parameter has changed the %s of value: return a gradient of "
-                            "the same size, dtype and device, not a %R.",
-                            function, same_type ? "size" : "type", (PyObject *)Py_TYPE(value));
-}
-
 /* Call all gradient hooks and return the resulting gradient. Steals `grad`; new reference, or NULL. */
 static PyObject *call_gradient_hooks(struct grads *grads, PyObject *grad) {
     OWNED *functions = hook_functions(grads, torch_names._backward_hooks);
-    int result = functions ? 0 : -1;
-    for (Py_ssize_t i = 0; !result && i < PyList_Size(functions); i++) {
+    OWNED *current = grad;
+    struct tensor_view old, new;
+    for (Py_ssize_t i = 0; functions && i < PyList_Size(functions); i++) {
         PyObject *function = PyList_GetItem(functions, i);
-        OWNED *value = PyObject_CallFunctionObjArgs(function, grad, NULL);
-        result = !value ? -1 : value == Py_None ? 0 : check_replacement(grads, function, grad, value);
-        if (!result && value != Py_None)
-            ref_set(&grad, Py_NewRef(value));
+        OWNED *value = PyObject_CallFunctionObjArgs(function, current, NULL);
+        if (!value)
+            return NULL;
+        if (value == Py_None)
+            continue;
+        if (!torch_is_tensor(value)) {
+            flat_param_error(
+                grads->param, PyExc_TypeError,
+                "expected a Tensor or None from hook %R of the flat parameter, but hook returned %R",
+                function, (PyObject *)Py_TYPE(value));
+            return NULL;
+        }
+        if (tensor_view_of(current, &old) < 0 || tensor_view_of(value, &new) < 0)
+            return NULL;
+        bool same_type =
+            new.dtype == old.dtype && new.device == old.device && new.device_index == old.device_index;
+        bool same_size =
+            new.ndim == old.ndim && memcmp(new.sizes, old.sizes, (size_t)old.ndim * sizeof *old.sizes) == 0;
+        if (!same_type || !same_size) {
+            flat_param_error(
+                grads->param, PyExc_RuntimeError,
+                "hook %R of the flat parameter has changed the %s of value: return a gradient of "
+                "the same size, dtype and device, not a %R.",
+                function, same_type ? "size" : "type", (PyObject *)Py_TYPE(value));
+            return NULL;
+        }
+        ref_set(&current, Py_NewRef(value));
     }
-    if (result < 0)
-        Py_CLEAR(grad);
-    return grad;
+    return functions ? Py_NewRef(current) : NULL;
 }
 
 /* ---- .grad during the hooks ---- */

@@ -129,16 +129,12 @@ static PyObject *view_for_backend(const struct storage *storage, PyObject *tenso
     return PyObject_CallMethodObjArgs(tensor, torch_names.view, torch_names.uint8, NULL);
 }
 
-/* Return the all-gather's input. Borrowed. */
-static PyObject *all_gather_input(const struct storage *storage) {
-    return storage_needs_pre_unshard(storage) ? storage->copy->own_part : storage->local_shard;
-}
-
 int storage_unshard(struct storage *storage, struct unshard_batch *batch) {
     OWNED *work = NULL;
     int result = storage_alloc_unsharded(storage);
     if (!result && !storage->copy->is_local && storage->param->sharded) {
-        OWNED *input = view_for_backend(storage, all_gather_input(storage));
+        OWNED *input = view_for_backend(storage, storage_needs_pre_unshard(storage) ? storage->copy->own_part
+                                                                                    : storage->local_shard);
         OWNED *output = input ? view_for_backend(storage, storage->copy->full.tensor) : NULL;
         if (output && batch) {
             result = PyList_Append(batch->outputs, output) < 0 ? -1 : PyList_Append(batch->inputs, input);

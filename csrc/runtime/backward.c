@@ -313,8 +313,16 @@ static int finalise_units(struct runtime *runtime) {
         if (!unit->handle)
             continue;
         offloads = offloads || unit->handle->storage.offload;
-        /* a callback that the user calls by hand issues no collective */
-        if (runtime->callback_queued && !runtime->num_in_forward && runtime_reduce_no_sync_grads(unit) < 0)
+        /* Reduce no_sync gradients of a unit that this synchronised backward did not reach: an optimizer may
+         * step next. A callback that the user calls by hand issues no collective. */
+        struct grads *grads = &unit->handle->grads;
+        if (!runtime->callback_queued || runtime->num_in_forward || !unit->sync_gradients ||
+            !grads->unreduced || unit_of_part(unit)->optional.enclosing)
+            continue;
+        if (grads_begin_backward(grads) < 0)
+            return -1;
+        if (grads->unreduced && /* not cleared by the user */
+            (runtime_reduce_part(unit) < 0 || runtime_finish_reduction(runtime) < 0))
             return -1;
     }
     if (schedule_wait_reduced(&runtime->schedule) < 0 || runtime_reshard_units(runtime) < 0)
@@ -352,7 +360,8 @@ int runtime_final_callback(void *target) {
         if (runtime_record_kept(runtime) < 0)
             return -1;
         order_next_iteration(&runtime->order);
-        progress_end_step();
+        progress.step = progress.step + 1;
+        progress_leave(0);
     }
     runtime->callback_queued = false;
     if (!runtime->num_in_forward)

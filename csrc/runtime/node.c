@@ -330,28 +330,6 @@ static int clear_view_hooks(struct unit *unit) {
     return registered < 0 ? -1 : 0;
 }
 
-/* A transformation of torch.func rejects the unit's autograd function. Without gradients the function is not
- * needed, so the error is cleared and a new anchor, which the transformation owns, dropped. Return 0 or -1;
- * without a transformation, the current exception stays. */
-static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anchor) {
-    PyObject *error = PyErr_GetRaisedException();
-    OWNED *peek = ref_find("torch._C._functorch", "peek_interpreter_stack");
-    OWNED *innermost = peek ? PyObject_CallNoArgs(peek) : NULL;
-    bool is_transformed = innermost && innermost != Py_None;
-    PyErr_SetRaisedException(error);
-    if (!is_transformed)
-        return -1;
-    PyErr_Clear();
-    if (has_new_anchor)
-        node_drop_anchor(unit);
-    if (!enabled)
-        return 0;
-    return unit_error(PyExc_NotImplementedError, unit_rank(unit), unit->name,
-                      "its forward is called inside a transformation of torch.func (vmap, grad, jvp) with "
-                      "gradients enabled, which sharded parameters cannot record. Call it under "
-                      "torch.no_grad(), or transform the unwrapped module.");
-}
-
 /* Return true if the node has edges. A flat parameter in low precision changes its dtype during the forward,
  * and so loses its accumulation node. */
 static bool has_edges(struct unit *unit) {
@@ -398,7 +376,26 @@ int node_attach_views(struct unit *unit) {
     if (!enabled)
         torch_set_grad_enabled(false);
     unit->node.views_attached = true;
-    return views ? 0 : refuse_transformed(unit, enabled, !has_anchor);
+    if (views)
+        return 0;
+    /* A transformation of torch.func rejects the unit's autograd function. Without gradients the function is
+     * not needed, so the error is cleared and a new anchor, which the transformation owns, dropped. */
+    PyObject *error = PyErr_GetRaisedException();
+    OWNED *peek = ref_find("torch._C._functorch", "peek_interpreter_stack");
+    OWNED *innermost = peek ? PyObject_CallNoArgs(peek) : NULL;
+    bool is_transformed = innermost && innermost != Py_None;
+    PyErr_SetRaisedException(error);
+    if (!is_transformed)
+        return -1;
+    PyErr_Clear();
+    if (!has_anchor)
+        node_drop_anchor(unit);
+    if (!enabled)
+        return 0;
+    return unit_error(PyExc_NotImplementedError, unit_rank(unit), unit->name,
+                      "its forward is called inside a transformation of torch.func (vmap, grad, jvp) with "
+                      "gradients enabled, which sharded parameters cannot record. Call it under "
+                      "torch.no_grad(), or transform the unwrapped module.");
 }
 
 /* ---- drop the history of views ---- */

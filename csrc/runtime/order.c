@@ -3,8 +3,6 @@
 
 #include "torch/ref.h"
 
-#include "base/check.h"
-
 /* ---- init and fini ---- */
 
 int order_init(struct order *order, int64_t num_units) {
@@ -38,7 +36,6 @@ void order_set_validation(struct order *order, PyObject *validate) {
 void order_next_iteration(struct order *order) {
     order->iteration++;
     order->num_post = 0;
-    CHECKED(order_check(order));
 }
 
 /* ---- record ---- */
@@ -71,17 +68,4 @@ int order_record_post_forward(struct order *order, struct order_place *place) {
     place->post_forward = order->num_post;
     order->post[order->num_post++] = place->unit;
     return 0;
-}
-
-/* ---- the invariant ---- */
-
-void order_check(const struct order *order) {
-    INVARIANT(order->num_pre <= order->num_units && order->num_post <= order->capacity);
-    INVARIANT(order->backward_prefetch_limit >= 0 && order->forward_prefetch_limit >= 0);
-}
-
-void order_check_place(const struct order *order, const struct order_place *place) {
-    int64_t pre = place->pre_forward, post = place->post_forward;
-    INVARIANT(pre == -1 || (pre >= 0 && pre < order->num_pre && order->pre[pre] == place->unit));
-    INVARIANT(post == -1 || (post >= 0 && post < order->num_post && order->post[post] == place->unit));
 }

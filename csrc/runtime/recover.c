@@ -45,26 +45,6 @@ static void keep_first_error(PyObject **first, int result) {
     PyErr_Clear();
 }
 
-static void reset_unit(struct unit *unit, PyObject **first) {
-    struct handle *handle = unit->handle;
-    if (handle && handle->training_state == USE_SUMMON_FULL_PARAMS)
-        return; /* summon_full_params exits by itself */
-    optional_reset(unit);
-    unit->unsharded.saved_by_graph = false;
-    keep_first_error(first, unit_remove_input_hooks(unit));
-    if (handle) {
-        keep_first_error(first, unit_wait_step(unit));
-        keep_first_error(first, grads_restore_stashed(&handle->grads));
-        keep_first_error(first, grads_restore_param_hooks(&handle->grads));
-        if (handle->grads.in_backward)
-            grads_discard(&handle->grads);
-        keep_first_error(first, handle_set_training_state(handle, USE_IDLE));
-        keep_first_error(first, unit_reshard(unit, true));
-        keep_first_error(first, handle_expose_sharded(handle));
-    }
-    keep_first_error(first, unit_end_step(unit));
-}
-
 static int reset(struct runtime *runtime) {
     struct schedule *schedule = &runtime->schedule;
     PyObject *first = NULL;
@@ -81,8 +61,25 @@ static int reset(struct runtime *runtime) {
             joined = stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->joined);
     }
     keep_first_error(&first, joined);
-    for (int64_t i = 0; i < runtime->num_units; i++)
-        reset_unit(runtime->units[i], &first);
+    FOR_EACH_UNIT(unit, runtime) {
+        struct handle *handle = unit->handle;
+        if (handle && handle->training_state == USE_SUMMON_FULL_PARAMS)
+            continue; /* summon_full_params exits by itself */
+        optional_reset(unit);
+        unit->unsharded.saved_by_graph = false;
+        keep_first_error(&first, unit_remove_input_hooks(unit));
+        if (handle) {
+            keep_first_error(&first, unit_wait_step(unit));
+            keep_first_error(&first, grads_restore_stashed(&handle->grads));
+            keep_first_error(&first, grads_restore_param_hooks(&handle->grads));
+            if (handle->grads.in_backward)
+                grads_discard(&handle->grads);
+            keep_first_error(&first, handle_set_training_state(handle, USE_IDLE));
+            keep_first_error(&first, unit_reshard(unit, true));
+            keep_first_error(&first, handle_expose_sharded(handle));
+        }
+        keep_first_error(&first, unit_end_step(unit));
+    }
     progress_leave(0); /* leave all phases */
     runtime->order.num_post = 0;
     keep_first_error(&first, schedule_flush(&runtime->schedule));

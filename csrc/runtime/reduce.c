@@ -75,19 +75,6 @@ int runtime_reduce_part(struct unit *part) {
     return 0;
 }
 
-/* Reduce no_sync gradients of a unit that this synchronised backward did not reach: an optimizer may step
- * next. */
-int runtime_reduce_no_sync_grads(struct unit *part) {
-    struct grads *grads = &part->handle->grads;
-    if (!part->sync_gradients || !grads->unreduced || unit_of_part(part)->optional.enclosing)
-        return 0;
-    if (grads_begin_backward(grads) < 0)
-        return -1;
-    if (!grads->unreduced) /* cleared by the user */
-        return 0;
-    return runtime_reduce_part(part) < 0 ? -1 : runtime_finish_reduction(part->runtime);
-}
-
 /* ---- optional units ---- */
 
 static int reduce_optional_flat_param(struct unit *part) {

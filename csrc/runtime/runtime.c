@@ -20,9 +20,14 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
     if (order_init(&runtime->order, (int64_t)count) < 0)
         return -1;
     for (size_t i = 0; i < count; i++) {
-        if (unit_bind(units[i], runtime, (int64_t)i) < 0)
+        struct unit *unit = units[i];
+        if (unit->handle && handle_follow_flat_param(unit->handle) < 0)
             return -1;
-        runtime->units[runtime->num_units++] = units[i];
+        unit->is_root = i == 0;
+        unit->runtime = runtime;
+        unit->runtime_object = Py_NewRef(object);
+        unit->place = (struct order_place){.unit = (int64_t)i, .pre_forward = -1, .post_forward = -1};
+        runtime->units[runtime->num_units++] = unit;
     }
     /* the streams belong to the device of the first unit with parameters */
     struct schedule *schedule = &runtime->schedule;
@@ -44,7 +49,10 @@ int runtime_clear(struct runtime *runtime) {
         stream_event_destroy(&runtime->schedule.streams, &unit->unsharded.mark.gathered);
         if (unit->handle)
             storage_leave_root(&unit->handle->storage);
-        unit_unbind(unit);
+        unit->runtime = NULL;
+        unit->is_root = false;
+        unit->optional = (struct optional){0};
+        Py_CLEAR(unit->runtime_object);
     }
     runtime->num_units = 0;
     schedule_fini(&runtime->schedule);
@@ -242,8 +250,9 @@ void runtime_end_state_dict(struct runtime *runtime) {
 void runtime_check(const struct runtime *runtime) {
     INVARIANT(!runtime->callback_queued && !runtime->reducing && !runtime->resetting &&
               !runtime->num_in_forward);
-    order_check(&runtime->order);
-    INVARIANT(runtime->order.num_post == 0);
+    const struct order *order = &runtime->order;
+    INVARIANT(order->num_pre <= order->num_units && order->num_post == 0);
+    INVARIANT(order->backward_prefetch_limit >= 0 && order->forward_prefetch_limit >= 0);
     const struct schedule *schedule = &runtime->schedule;
     schedule_check(schedule);
     INVARIANT(schedule->reduction == REDUCTION_NONE && !schedule->packed_gradients && !schedule->reducing &&
@@ -257,7 +266,9 @@ void runtime_check(const struct runtime *runtime) {
         INVARIANT(!unit->reshard_hook && !unit->stepping);
         INVARIANT(!unit->optional.open && !unit->optional.reached);
         INVARIANT(!unit->optional.enclosing || !unit->optional.first);
-        order_check_place(&runtime->order, &unit->place);
+        int64_t place = unit->place.pre_forward;
+        INVARIANT(unit->place.post_forward == -1);
+        INVARIANT(place == -1 || (place < order->num_pre && order->pre[place] == unit->place.unit));
         INVARIANT(!handle || handle->training_state == USE_IDLE ||
                   handle->training_state == USE_SUMMON_FULL_PARAMS);
         INVARIANT(!handle || (!handle->grads.in_backward && !handle->grads.pending && !handle->grads.work));

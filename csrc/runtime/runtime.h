@@ -107,9 +107,6 @@ void runtime_end_state_dict(struct runtime *runtime);
 /* Return 0, or -1 with MemoryError. Call order_fini in either case. */
 int order_init(struct order *order, int64_t num_units);
 void order_fini(struct order *order);
-/* Assert the invariant, and that of a unit's place, under FSDP_C_CHECK. */
-void order_check(const struct order *order);
-void order_check_place(const struct order *order, const struct order_place *place);
 void order_set_limits(struct order *order, int64_t backward, int64_t forward);
 void order_set_validation(struct order *order, PyObject *validate);
 void order_next_iteration(struct order *order);
@@ -135,8 +132,6 @@ int runtime_check_kept(struct runtime *runtime);
  * none. */
 int runtime_reduce_part(struct unit *part);
 int runtime_finish_reduction(struct runtime *runtime); /* finish the reduction in flight, if any */
-/* Reduce gradients accumulated under no_sync that this backward did not pass. */
-int runtime_reduce_no_sync_grads(struct unit *part);
 
 /* ---- backward.c. Return 0, or -1 with an exception ---- */
 

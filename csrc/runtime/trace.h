@@ -63,11 +63,6 @@ static inline void progress_leave(uint64_t place) {
     progress.place = place;
 }
 
-static inline void progress_end_step(void) {
-    progress.step = progress.step + 1;
-    progress.place = 0;
-}
-
 /* ---- traced parts ---- */
 
 enum traced {

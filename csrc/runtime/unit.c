@@ -129,25 +129,6 @@ void unit_add_segment(struct unit *unit, struct unit *segment) {
     segment->leader = unit;
 }
 
-/* ---- binding to a root ---- */
-
-int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index) {
-    if (unit->handle && handle_follow_flat_param(unit->handle) < 0)
-        return -1;
-    unit->is_root = index == 0;
-    unit->runtime = runtime;
-    unit->runtime_object = Py_NewRef(runtime->object);
-    unit->place = (struct order_place){.unit = index, .pre_forward = -1, .post_forward = -1};
-    return 0;
-}
-
-void unit_unbind(struct unit *unit) {
-    unit->runtime = NULL;
-    unit->is_root = false;
-    unit->optional = (struct optional){0};
-    Py_CLEAR(unit->runtime_object);
-}
-
 void unit_set_sync_gradients(struct unit *unit, bool sync) {
     unit->sync_gradients = sync;
 }

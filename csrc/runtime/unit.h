@@ -153,9 +153,6 @@ int unit_clear(struct unit *unit);
 /* Append a segment; see [Note: segments]. */
 void unit_add_segment(struct unit *unit, struct unit *segment);
 int unit_visit(struct unit *unit, visitproc visit, void *arg);
-/* Bind the unit to a root in lazy init, at this index of the root's units. */
-int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index);
-void unit_unbind(struct unit *unit);
 int unit_end_step(struct unit *unit);           /* clear all flags of a step, and become IDLE */
 int unit_remove_input_hooks(struct unit *unit); /* remove reshard_hook of each flat parameter */
 void unit_set_sync_gradients(struct unit *unit, bool sync);
