@@ -193,28 +193,6 @@ int writeback_check_params_outside_shard(struct handle *handle) {
     return 0;
 }
 
-/* ---- all parameters ---- */
-
-static int check_shared(struct handle *handle, const struct param_view *param_view) {
-    PyObject *value = PyDict_GetItemWithError(param_view->parameters, param_view->name);
-    const struct param_view *primary = &handle->param_views.all[param_view->param];
-    if (!value || value == PyDict_GetItemWithError(primary->parameters, primary->name))
-        return PyErr_Occurred() ? -1 : 0;
-    OWNED *infos = PyObject_GetAttrString(handle->param.tensor, "_shared_param_infos");
-    OWNED *info =
-        infos ? PySequence_GetItem(infos, param_view - handle->param_views.all - handle->param.num_params)
-              : NULL;
-    OWNED *where = info ? PyObject_GetAttrString(info, "module_name") : NULL;
-    OWNED *fqn = where ? flat_param_fqn(&handle->param, param_view->param) : NULL;
-    if (fqn)
-        PyErr_Format(
-            PyExc_NotImplementedError,
-            "Changing shared parameters is not supported yet (rank %lld, unit %S): %S and the %S of %R were "
-            "one parameter when the unit was wrapped, and are two now. Untie parameters before wrapping.",
-            (long long)handle->param.layout.rank, handle->param.name, fqn, param_view->name, where);
-    return -1;
-}
-
 /* [Note: another shard] Replaced parameters and data are written to a copy of the shard, which becomes the
  * new shard. A script that sets `param.data = average` for an evaluation and keeps the previous `.data` to
  * restore it later holds the old shard, whose values must not change. */
@@ -239,9 +217,28 @@ int writeback_replace_shard(struct handle *handle) {
             return -1;
         any_replaced = any_replaced || replaced;
     }
-    for (int64_t i = num_params; i < handle->param_views.count; i++)
-        if (check_shared(handle, &handle->param_views.all[i]) < 0)
-            return -1;
+    for (int64_t i = num_params; i < handle->param_views.count; i++) {
+        const struct param_view *param_view = &handle->param_views.all[i];
+        const struct param_view *primary = &handle->param_views.all[param_view->param];
+        PyObject *value = PyDict_GetItemWithError(param_view->parameters, param_view->name);
+        if (!value || value == PyDict_GetItemWithError(primary->parameters, primary->name)) {
+            if (PyErr_Occurred())
+                return -1;
+            continue;
+        }
+        OWNED *infos = PyObject_GetAttrString(handle->param.tensor, "_shared_param_infos");
+        OWNED *info = infos ? PySequence_GetItem(infos, i - num_params) : NULL;
+        OWNED *where = info ? PyObject_GetAttrString(info, "module_name") : NULL;
+        OWNED *fqn = where ? flat_param_fqn(&handle->param, param_view->param) : NULL;
+        if (fqn)
+            PyErr_Format(
+                PyExc_NotImplementedError,
+                "Changing shared parameters is not supported yet (rank %lld, unit %S): %S and the %S of %R "
+                "were one parameter when the unit was wrapped, and are two now. Untie parameters before "
+                "wrapping.",
+                (long long)handle->param.layout.rank, handle->param.name, fqn, param_view->name, where);
+        return -1;
+    }
     if (!any_replaced)
         return 0;
     if (torch_leave_inference_mode(&inference_guard) < 0)

@@ -1,5 +1,5 @@
-#include "runtime/limiter.h"
-
+/* The rate limiter of a schedule. */
+#include "runtime/schedule.h"
 #include "runtime/trace.h"
 
 void limiter_fini(struct limiter *limiter, struct streams *streams) {

@@ -26,9 +26,20 @@
 #define FSDP_RUNTIME_SCHEDULE_H
 
 #include "handle/grads.h"
-#include "runtime/limiter.h"
 #include "torch/pool.h"
 #include "torch/stream.h"
+
+enum { LIMITER_DEPTH = 2 };
+
+/* Rate limiter: the host enqueues an all-gather only while at most LIMITER_DEPTH frees are pending on the
+ * device; limiter.c. Without it the host would run ahead and allocate memory long before earlier units free
+ * theirs. Without streams the host never waits. */
+struct limiter {
+    /* owned; frees that the host has not waited for, the oldest at `first` */
+    stream_event frees[LIMITER_DEPTH];
+    int first, count;
+    int64_t num_frees; /* number of frees since lazy init */
+};
 
 /* State of the reduction in flight. */
 enum reduction_state { REDUCTION_NONE, REDUCTION_PACKED, REDUCTION_ENQUEUED, REDUCTION_STATES };
@@ -67,6 +78,12 @@ struct unshard_mark {
     stream_event gathered; /* owned; end of the all-gather */
     bool pending;          /* true if COMPUTE has not waited for the all-gather */
 };
+
+void limiter_fini(struct limiter *limiter, struct streams *streams);
+/* Call before a unit's all-gather. 0 or -1. */
+int limiter_wait(struct limiter *limiter, struct streams *streams);
+/* Call after a unit's storage was freed; `last_use` is the event that its deferred free recorded. */
+void limiter_add_free(struct limiter *limiter, struct streams *streams, stream_event last_use);
 
 int schedule_init(struct schedule *schedule, PyObject *device); /* 0 or -1 */
 void schedule_fini(struct schedule *schedule);
