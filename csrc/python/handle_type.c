@@ -44,7 +44,21 @@ static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     return handle_init(handle_from_object(self), &spec);
 }
 
-OBJECT_LIFE(handle_from_object, handle_visit, handle_fini)
+static int object_traverse(PyObject *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(self));
+    return handle_visit(handle_from_object(self), visit, arg);
+}
+
+static int object_clear(PyObject *self) {
+    handle_fini(handle_from_object(self));
+    return 0;
+}
+
+static void object_dealloc(PyObject *self) {
+    PyObject_GC_UnTrack(self);
+    handle_fini(handle_from_object(self));
+    object_free(self);
+}
 
 /* Disarm the gradient hooks before the collector clears any object of the cycle, such as the flat
  * parameter. */
@@ -69,15 +83,45 @@ static struct handle *lazily_initialized_handle(PyObject *self) {
     return handle && (handle->initialized || handle_lazy_init(handle) == 0) ? handle : NULL;
 }
 
-METHOD(summon_exit, initialized_handle, handle_summon_exit)
-METHOD(summon_free, initialized_handle, handle_summon_free)
-METHOD(summon_reshard, initialized_handle, handle_summon_reshard)
-METHOD(summon_grads, initialized_handle, handle_summon_grads)
-METHOD(end_move, initialized_handle, handle_end_move)
-METHOD(begin_move, initialized_handle, handle_begin_move)
-METHOD(collect_user_grads, initialized_handle, handle_collect_user_grads)
-METHOD(unexpose_views, initialized_handle, handle_unexpose_views)
-METHOD(writeback, lazily_initialized_handle, handle_writeback)
+static PyObject *call_verb(struct handle *handle, int (*verb)(struct handle *)) {
+    return none_or_error(handle ? verb(handle) : -1);
+}
+
+static PyObject *summon_exit(PyObject *self, PyObject *unused) {
+    return call_verb(initialized_handle(self), handle_summon_exit);
+}
+
+static PyObject *summon_free(PyObject *self, PyObject *unused) {
+    return call_verb(initialized_handle(self), handle_summon_free);
+}
+
+static PyObject *summon_reshard(PyObject *self, PyObject *unused) {
+    return call_verb(initialized_handle(self), handle_summon_reshard);
+}
+
+static PyObject *summon_grads(PyObject *self, PyObject *unused) {
+    return call_verb(initialized_handle(self), handle_summon_grads);
+}
+
+static PyObject *end_move(PyObject *self, PyObject *unused) {
+    return call_verb(initialized_handle(self), handle_end_move);
+}
+
+static PyObject *begin_move(PyObject *self, PyObject *unused) {
+    return call_verb(initialized_handle(self), handle_begin_move);
+}
+
+static PyObject *collect_user_grads(PyObject *self, PyObject *unused) {
+    return call_verb(initialized_handle(self), handle_collect_user_grads);
+}
+
+static PyObject *unexpose_views(PyObject *self, PyObject *unused) {
+    return call_verb(initialized_handle(self), handle_unexpose_views);
+}
+
+static PyObject *writeback(PyObject *self, PyObject *unused) {
+    return call_verb(lazily_initialized_handle(self), handle_writeback);
+}
 
 static PyObject *publish(PyObject *self, PyObject *unused) {
     struct handle *handle = lazily_initialized_handle(self);

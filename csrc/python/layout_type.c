@@ -16,12 +16,10 @@ struct layout_object {
 };
 
 static void layout_object_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
     for (int kind = 0; kind < NUM_CACHED; kind++)
         Py_CLEAR(((struct layout_object *)self)->cached_tuples[kind]);
     layout_fini(&((struct layout_object *)self)->layout);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    object_free(self);
 }
 
 const struct flat_layout *layout_of(PyObject *object) {

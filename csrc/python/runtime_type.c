@@ -53,14 +53,39 @@ static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     return result;
 }
 
-OBJECT_LIFE(runtime_from_object, runtime_visit, runtime_clear)
+static int object_traverse(PyObject *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(self));
+    return runtime_visit(runtime_from_object(self), visit, arg);
+}
+
+static int object_clear(PyObject *self) {
+    runtime_clear(runtime_from_object(self));
+    return 0;
+}
+
+static void object_dealloc(PyObject *self) {
+    PyObject_GC_UnTrack(self);
+    runtime_clear(runtime_from_object(self));
+    object_free(self);
+}
 
 /* ---- methods ---- */
 
-METHOD(final_callback, runtime_from_object, runtime_final_callback)
-METHOD(await_failed_backward, runtime_from_object, runtime_wait_failed_backward)
-METHOD(begin_walk, runtime_from_object, runtime_begin_walk)
-METHOD(reset_grad_info, runtime_from_object, runtime_collect_user_grads)
+static PyObject *final_callback(PyObject *self, PyObject *unused) {
+    return none_or_error(runtime_final_callback(runtime_from_object(self)));
+}
+
+static PyObject *await_failed_backward(PyObject *self, PyObject *unused) {
+    return none_or_error(runtime_wait_failed_backward(runtime_from_object(self)));
+}
+
+static PyObject *begin_walk(PyObject *self, PyObject *unused) {
+    return none_or_error(runtime_begin_walk(runtime_from_object(self)));
+}
+
+static PyObject *reset_grad_info(PyObject *self, PyObject *unused) {
+    return none_or_error(runtime_collect_user_grads(runtime_from_object(self)));
+}
 
 static PyObject *recover(PyObject *self, PyObject *unused) {
     struct runtime *runtime = runtime_from_object(self);

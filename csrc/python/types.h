@@ -25,26 +25,14 @@ struct unit *unit_of(PyObject *object);
 
 int layout_functions_add(PyObject *module); /* Add the functions over partitions, plans and boxes. 0 or -1. */
 
-/* Define tp_traverse, tp_clear and tp_dealloc of a type by the verbs of the struct that `from_object`
- * returns. */
-#define OBJECT_LIFE(from_object, visit_struct, fini_struct)                                                  \
-    static int object_traverse(PyObject *self, visitproc visit, void *arg) {                                 \
-        Py_VISIT(Py_TYPE(self));                                                                             \
-        return visit_struct(from_object(self), visit, arg);                                                  \
-    }                                                                                                        \
-    static int object_clear(PyObject *self) {                                                                \
-        fini_struct(from_object(self));                                                                      \
-        return 0;                                                                                            \
-    }                                                                                                        \
-    static void object_dealloc(PyObject *self) {                                                             \
-        PyTypeObject *type = Py_TYPE(self);                                                                  \
-        PyObject_GC_UnTrack(self);                                                                           \
-        fini_struct(from_object(self));                                                                      \
-        ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);                                                  \
-        Py_DECREF(type);                                                                                     \
-    }
+/* Free the memory of an object whose struct has ended: the end of tp_dealloc. */
+static inline void object_free(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
 
-/* Define the spec of a type from the functions of OBJECT_LIFE, the static names `object_init`, `methods`,
+/* Define the spec of a type from the static names `object_init`, `object_traverse`, `object_clear`, `object_dealloc`, `methods`,
  * `members` and `attributes` of the file, and further slots, each followed by a comma. */
 #define OBJECT_SPEC(struct_object, full_name, more_flags, doc, ...)                                          \
     static PyType_Slot slots[] = {{Py_tp_init, object_init},   {Py_tp_traverse, object_traverse},            \
@@ -59,14 +47,6 @@ int layout_functions_add(PyObject *module); /* Add the functions over partitions
 /* Define a read-only attribute: name, type of structmember.h, field of the object's struct. */
 #define READ_ONLY(name, type, struct_object, field)                                                          \
     {name, type, offsetof(struct_object, field), READONLY, NULL}
-
-/* Define a method without arguments that calls `verb` on the struct that `from_object` returns, unless
- * NULL. */
-#define METHOD(name, from_object, verb)                                                                      \
-    static PyObject *name(PyObject *self, PyObject *unused) {                                                \
-        __typeof__(from_object(self)) target = from_object(self);                                            \
-        return none_or_error(target ? verb(target) : -1);                                                    \
-    }
 
 /* Return None for 0 and NULL for -1, the result of a method without a value. */
 static inline PyObject *none_or_error(int result) {

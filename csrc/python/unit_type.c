@@ -60,7 +60,21 @@ static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     return unit_init(unit_from_object(self), self, &spec) < 0 ? -1 : add_segments(unit_from_object(self));
 }
 
-OBJECT_LIFE(unit_from_object, unit_visit, unit_clear)
+static int object_traverse(PyObject *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(self));
+    return unit_visit(unit_from_object(self), visit, arg);
+}
+
+static int object_clear(PyObject *self) {
+    unit_clear(unit_from_object(self));
+    return 0;
+}
+
+static void object_dealloc(PyObject *self) {
+    PyObject_GC_UnTrack(self);
+    unit_clear(unit_from_object(self));
+    object_free(self);
+}
 
 /* ---- methods ---- */
 
@@ -89,8 +103,14 @@ static PyObject *set_summoning(PyObject *self, PyObject *value) {
     return none_or_error(unit_set_phase(unit, enabled ? PHASE_SUMMON_FULL_PARAMS : PHASE_IDLE));
 }
 
-METHOD(unshard, unit_from_object, unit_prefetch_by_user)
-METHOD(register_post_backward_hook, initialized_unit, unit_register_post_backward_hook)
+static PyObject *unshard(PyObject *self, PyObject *unused) {
+    return none_or_error(unit_prefetch_by_user(unit_from_object(self)));
+}
+
+static PyObject *register_post_backward_hook(PyObject *self, PyObject *unused) {
+    struct unit *unit = initialized_unit(self);
+    return none_or_error(unit ? unit_register_post_backward_hook(unit) : -1);
+}
 
 static PyObject *wait_unsharded(PyObject *self, PyObject *unused) {
     struct unit *unit = unit_from_object(self);
