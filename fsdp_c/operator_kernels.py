@@ -31,11 +31,11 @@ def warn_if_used(device_type: str) -> None:
 
 
 def pack(
-    output: Tensor, targets: list[Tensor], sources: list[Tensor], gaps: list[Tensor], divisor: float
+    output: Tensor, targets: list[Tensor], sources: list[Tensor], has_gaps: bool, divisor: float
 ) -> None:
-    """Cast, flatten and divide. ``targets`` and ``gaps`` are parts of ``output`` that together cover it."""
-    if gaps:
-        torch._foreach_zero_(gaps)
+    """Cast, flatten and divide. ``targets`` are parts of ``output``; with gaps, they do not cover it."""
+    if has_gaps:
+        output.zero_()
     if targets:
         torch._foreach_copy_(targets, sources)
     if divisor != 1:
@@ -43,7 +43,7 @@ def pack(
 
 
 def pack_add(
-    output: Tensor, targets: list[Tensor], sources: list[Tensor], gaps: list[Tensor], divisor: float
+    output: Tensor, targets: list[Tensor], sources: list[Tensor], has_gaps: bool, divisor: float
 ) -> None:
     if targets:
         torch._foreach_add_(targets, [source.to(output.dtype) for source in sources])

@@ -43,49 +43,30 @@ static PyObject *flat_tensor(const void *data, enum dtype dtype, int64_t numel,
 
 /* ---- gradients into a flat tensor ---- */
 
-/* The tensor lists of one pack. */
-struct packing {
-    PyObject *targets; /* owned list; one view of the output per source */
-    PyObject *sources; /* owned list */
-    PyObject *gaps;    /* owned list; views of the output to zero */
-};
-
-static void *address(const struct pack *pack, int64_t offset) {
-    return pack->output + offset * dtype_nbytes(pack->output_dtype);
-}
-
-static int append_gap(const struct packing *packing, const struct pack *pack, int64_t begin, int64_t end) {
-    if (pack->add || begin >= end)
-        return 0;
-    return ref_append(packing->gaps,
-                      flat_tensor(address(pack, begin), pack->output_dtype, end - begin, pack->stream));
-}
-
-static int append_source(const struct packing *packing, const struct pack *pack,
-                         const struct pack_source *source) {
-    struct tensor_view target = source->view;
-    if (source->numel == 0)
-        return 0;
-    target.data = address(pack, source->offset);
-    target.dtype = pack->output_dtype;
-    target.strides = source->output_strides;
-    if (ref_append(packing->targets, tensor_on_stream(&target, pack->stream)) < 0)
-        return -1;
-    return ref_append(packing->sources, tensor_on_stream(&source->view, pack->stream));
-}
-
-static int fill_packing(const struct packing *packing, const struct pack *pack) {
-    int64_t position = 0;
-    for (int64_t i = 0; i < pack->num_sources; i++) {
+/* Return (output, views of it per source, sources, has gaps to zero, divisor). New reference, or NULL. */
+static PyObject *pack_arguments(const struct pack *pack) {
+    OWNED *targets = PyList_New(0);
+    OWNED *sources = PyList_New(0);
+    int64_t covered = 0;
+    for (int64_t i = 0; targets && sources && i < pack->num_sources; i++) {
         const struct pack_source *source = &pack->sources[i];
-        if (!source->view.data)
+        if (!source->view.data || source->numel == 0)
             continue;
-        if (append_gap(packing, pack, position, source->offset) < 0 ||
-            append_source(packing, pack, source) < 0)
-            return -1;
-        position = source_end(source);
+        struct tensor_view target = source->view;
+        target.data = pack->output + source->offset * dtype_nbytes(pack->output_dtype);
+        target.dtype = pack->output_dtype;
+        target.strides = source->output_strides;
+        if (ref_append(targets, tensor_on_stream(&target, pack->stream)) < 0 ||
+            ref_append(sources, tensor_on_stream(&source->view, pack->stream)) < 0)
+            return NULL;
+        covered += source->numel;
     }
-    return append_gap(packing, pack, position, pack->output_numel);
+    OWNED *output = targets && sources
+                        ? flat_tensor(pack->output, pack->output_dtype, pack->output_numel, pack->stream)
+                        : NULL;
+    return output ? Py_BuildValue("(OOOOd)", output, targets, sources,
+                                  covered < pack->output_numel ? Py_True : Py_False, pack->divisor)
+                  : NULL;
 }
 
 static enum status run_pack(const struct pack *pack) {
@@ -93,18 +74,7 @@ static enum status run_pack(const struct pack *pack) {
     if (status != STATUS_OK)
         return status;
     PyGILState_STATE lock = PyGILState_Ensure();
-    struct packing packing = {PyList_New(0), PyList_New(0), PyList_New(0)};
-    bool is_built = packing.targets && packing.sources && packing.gaps && fill_packing(&packing, pack) == 0;
-    PyObject *output =
-        is_built ? flat_tensor(pack->output, pack->output_dtype, pack->output_numel, pack->stream) : NULL;
-    PyObject *arguments = output ? Py_BuildValue("(OOOOd)", output, packing.targets, packing.sources,
-                                                 packing.gaps, pack->divisor)
-                                 : NULL;
-    Py_XDECREF(output);
-    Py_XDECREF(packing.targets);
-    Py_XDECREF(packing.sources);
-    Py_XDECREF(packing.gaps);
-    return call_function(lock, pack->add ? "pack_add" : "pack", arguments);
+    return call_function(lock, pack->add ? "pack_add" : "pack", pack_arguments(pack));
 }
 
 static enum status pack(void *output, enum dtype output_dtype, int64_t output_numel,
