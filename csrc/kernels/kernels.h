@@ -20,7 +20,8 @@
 #define HOST_DEVICE
 #endif
 
-/* Element types. Kernels compute with the types below DTYPE_COUNT; the other types only have a known size. */
+/* Element types. Kernels compute with the types below DTYPE_COUNT; another type of known size is DTYPE_OTHER plus
+ * that size in bytes. */
 enum dtype {
     DTYPE_FLOAT32,
     DTYPE_FLOAT64,
@@ -28,11 +29,7 @@ enum dtype {
     DTYPE_FLOAT16,
     DTYPE_COUNT,
     DTYPE_OTHER = DTYPE_COUNT,
-    DTYPE_OTHER_1,
-    DTYPE_OTHER_2,
-    DTYPE_OTHER_4,
-    DTYPE_OTHER_8,
-    DTYPE_OTHER_16,
+    DTYPE_OTHER_16 = DTYPE_OTHER + 16,
 };
 /* Devices, by their numbers in DLPack. Only DEVICE_CPU and DEVICE_CUDA have kernels; others use torch's
  * operators. */
@@ -111,43 +108,18 @@ static inline enum status elementwise_check(const void *output, enum dtype outpu
     return numel < 0 || overwrites ? STATUS_INVALID : STATUS_OK;
 }
 
-/* Return the dtype of elements of `nbytes` bytes that no kernel computes with. */
-static inline enum dtype dtype_other(int64_t nbytes) {
-    switch (nbytes) {
-    case 1:
-        return DTYPE_OTHER_1;
-    case 2:
-        return DTYPE_OTHER_2;
-    case 4:
-        return DTYPE_OTHER_4;
-    case 8:
-        return DTYPE_OTHER_8;
-    case 16:
-        return DTYPE_OTHER_16;
-    default:
-        return DTYPE_OTHER;
-    }
-}
-
-/* Return the size of an element; 0 for DTYPE_OTHER. */
+/* Return the size of an element; 0 if unknown. */
 static inline int64_t dtype_nbytes(enum dtype dtype) {
     switch (dtype) {
-    case DTYPE_OTHER_16:
-        return 16;
     case DTYPE_FLOAT64:
-    case DTYPE_OTHER_8:
         return 8;
     case DTYPE_FLOAT32:
-    case DTYPE_OTHER_4:
         return 4;
     case DTYPE_BFLOAT16:
     case DTYPE_FLOAT16:
-    case DTYPE_OTHER_2:
         return 2;
-    case DTYPE_OTHER_1:
-        return 1;
     default:
-        return 0;
+        return (int64_t)dtype - DTYPE_OTHER;
     }
 }
 

@@ -102,7 +102,8 @@ static enum dtype dtype_of(uint8_t code, uint8_t bits, uint16_t lanes) {
         return DTYPE_BFLOAT16;
     if (lanes == 1 && code == DL_FLOAT && (bits == 16 || bits == 32 || bits == 64))
         return bits == 32 ? DTYPE_FLOAT32 : bits == 64 ? DTYPE_FLOAT64 : DTYPE_FLOAT16;
-    return dtype_other(bits * lanes / 8);
+    const int nbytes = bits * lanes / 8;
+    return nbytes <= 16 ? (enum dtype)(DTYPE_OTHER + nbytes) : DTYPE_OTHER;
 }
 
 /* Device types by torch's numbers and names. Any other one is a backend outside of torch. */
@@ -134,35 +135,22 @@ enum device_kind tensor_device_named(const char *type) {
     return device_at(index);
 }
 
-static PyObject *attribute_text(PyObject *object, const char *name) {
-    OWNED *value = object ? PyObject_GetAttrString(object, name) : NULL;
-    return value ? PyObject_Str(value) : NULL;
-}
-
-static int raise_not_a_tensor(PyObject *object) {
-    OWNED *name = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
-    if (name)
-        PyErr_Format(PyExc_TypeError, "expected a torch.Tensor, got %U", name);
-    return -1;
-}
-
 /* Replace torch's message, which contains a C++ stack trace. */
 static int raise_no_dense_memory(PyObject *tensor) {
     PyErr_Clear();
-    OWNED *device = attribute_text(tensor, "device");
-    OWNED *layout = attribute_text(tensor, "layout");
-    if (device && layout) {
+    OWNED *device = PyObject_GetAttrString(tensor, "device");
+    OWNED *layout = device ? PyObject_GetAttrString(tensor, "layout") : NULL;
+    if (layout)
         PyErr_Format(PyExc_RuntimeError,
-                     "expected a dense tensor with memory, got a tensor of layout %U on device %U", layout,
+                     "expected a dense tensor with memory, got a tensor of layout %S on device %S", layout,
                      device);
-    }
     return -1;
 }
 
 int tensor_view_of(PyObject *tensor, struct tensor_view *view) {
     struct dl_tensor dl;
     if (!PyObject_TypeCheck(tensor, exchange.tensor_type))
-        return raise_not_a_tensor(tensor);
+        return RAISED(PyExc_TypeError, "expected a torch.Tensor, got %R", (PyObject *)Py_TYPE(tensor));
     if (exchange.from_py_object(tensor, &dl) != 0)
         return raise_no_dense_memory(tensor);
     const int32_t type = dl.device.type;
@@ -192,10 +180,10 @@ static void tensor_memory_delete(struct dl_managed *managed) {
 }
 
 static void set_dtype(struct dl_tensor *tensor, enum dtype dtype) {
-    tensor->dtype.code = dtype == DTYPE_BFLOAT16  ? DL_BFLOAT
-                         : dtype < DTYPE_COUNT    ? DL_FLOAT
-                         : dtype == DTYPE_OTHER_1 ? DL_UINT
-                                                  : DL_INT;
+    tensor->dtype.code = dtype == DTYPE_BFLOAT16    ? DL_BFLOAT
+                         : dtype < DTYPE_COUNT      ? DL_FLOAT
+                         : dtype == DTYPE_OTHER + 1 ? DL_UINT
+                                                    : DL_INT;
     tensor->dtype.bits = (uint8_t)(8 * dtype_nbytes(dtype));
     tensor->dtype.lanes = 1;
 }
