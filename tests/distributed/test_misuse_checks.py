@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import math
 import warnings
@@ -407,6 +408,33 @@ def test_torchs_clipping_is_that_of_all_ranks_where_fsdp_c_is_installed(
     assert torch.equal(*norms) and norms[0] > 0.05
     assert grads[0] and all(map(torch.equal, *grads))
     assert torch.nn.utils.clip_grad_norm_.__module__ == "torch.nn.utils.clip_grad"
+
+
+@both_views
+@on_ranks(2)
+def test_parts_of_models_are_clipped_by_their_own_norm_where_fsdp_c_is_installed(
+    use_orig_params: bool,
+) -> None:
+    """Parameters of one unit, of another model, and of none, beside the same of plain models."""
+    plain = [Net().to(device()) for _ in range(2)] + [nn.Linear(WIDTH, WIDTH, device=device())]
+    units = [wrapped(net=copy.deepcopy(net), use_orig_params=use_orig_params) for net in plain[:2]]
+    models = [*units, copy.deepcopy(plain[2])]
+    for model in (*plain, *models):
+        backward(model, 3)
+    one = [*plain[0].blocks[1].parameters(), *plain[1].parameters(), *plain[2].parameters()]
+    expected = torch.nn.utils.clip_grad_norm_(one, 0.05)
+    chosen = [*units[0].module.blocks[1].parameters(), *units[1].parameters(), *models[2].parameters()]
+    others = [
+        param.grad.clone() for param in units[0].module.blocks[0].parameters() if param.grad is not None
+    ]
+    with installed():
+        torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(chosen, 0.05), expected)
+        assert float(torch.nn.utils.clip_grad_norm_(iter(chosen), 1.0)) == pytest.approx(0.05, abs=1e-5)
+        now = [param.grad for param in units[0].module.blocks[0].parameters() if param.grad is not None]
+        assert all(map(torch.equal, others, now))
+        chosen[-1].grad.fill_(math.inf)
+        with pytest.raises(RuntimeError, match="The total norm of order 2.0 for gradients .* is non-finite"):
+            torch.nn.utils.clip_grad_norm_(chosen, 1.0, error_if_nonfinite=True)
 
 
 # ----------------------------------------------------------------- errors about sharded parameters

@@ -510,6 +510,7 @@ def test_given_state_is_neither_changed_nor_aliased(rank, kind, use_orig_params,
     state = saved(model, optimizer, kind)
     assert_same_osd(before, snapshot(held))
     before = snapshot(state)
+    train(model, optimizer, rank)
     optimizer.load_state_dict(to_load(model, optimizer, state, kind))
     train(model, optimizer, rank)
     after = snapshot(state)

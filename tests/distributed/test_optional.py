@@ -354,6 +354,16 @@ def test_optional_units_are_all_gathered_and_reduced_with_their_parent(rank: int
 
 
 @on_ranks(2)
+def test_optional_units_stay_unsharded_under_shard_grad_op(rank: int) -> None:
+    model = optional_model(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    units = len(FSDP.fsdp_modules(model))
+    for program in (SOME, NOTHING):
+        with calls() as seen:
+            model(batch(rank), program).sum().backward()
+        assert counted(seen) == {"AG": units, "RS": units}
+
+
+@on_ranks(2)
 def test_optional_units_of_one_parent_are_unsharded_at_a_time(rank: int) -> None:
     model = optional_model(forward_prefetch=False)
     before, most = settled_nbytes(), []
