@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -490,6 +491,41 @@ class Failing(nn.Sequential):
 def test_other_errors_of_a_module_around_units_are_left_alone() -> None:
     with pytest.raises(RuntimeError, match="^a shape is wrong$"):
         wrapped(net=Failing(Block()))(torch.ones(1, WIDTH))
+
+
+class Waiting(nn.Linear):
+    """A layer whose forward lets another thread run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        turn, self.turn = self.turn, None
+        if turn is not None:
+            turn()
+        return super().forward(x)
+
+
+@both_views
+@on_ranks(2)
+def test_two_threads_in_one_forward_are_told(rank: int, use_orig_params: bool) -> None:
+    net = Waiting(WIDTH, WIDTH)
+    model = wrapped(net=net, use_orig_params=use_orig_params)
+    errors: list[BaseException] = []
+
+    def forward() -> None:
+        try:
+            backward(model, rank)
+        except RuntimeError as error:
+            errors.append(error)
+
+    def another_thread() -> None:
+        thread = threading.Thread(target=forward)
+        thread.start()
+        thread.join()
+
+    net.turn = another_thread
+    loss = backward(model, rank)
+    assert len(errors) == 1
+    assert f"rank {rank}, unit Waiting: another thread is inside a forward of this model" in str(errors[0])
+    assert torch.equal(backward(model, rank), loss)
 
 
 @both_views
