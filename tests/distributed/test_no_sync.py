@@ -1,4 +1,4 @@
-"""Gradients that backwards under no_sync accumulate are freed as a synchronised backward reduces their units."""
+"""Accumulation under no_sync, where a later synchronised backward does not pass through every unit."""
 
 import pytest
 import torch
@@ -7,8 +7,50 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.ranks import both_views, device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.training import wrap
+
+PER_LAYER = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        y = torch.tanh(self.first(x))
+        return self.second(y) if both else y
+
+
+def plain() -> Branches:
+    torch.manual_seed(0)
+    return Branches()
+
+
+def backward(model: nn.Module, rank: int, seed: int, both: bool) -> None:
+    x = torch.randn(4, 3, generator=torch.Generator(device()).manual_seed(10 * seed + rank))
+    model(x, both).square().sum().backward()
+
+
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_a_unit_that_the_synchronised_backward_skips_is_reduced(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    model, reference = wrap(plain(), strategy=strategy, use_orig_params=use_orig_params, **PER_LAYER), plain()
+    with model.no_sync():
+        backward(model, rank, 1, True)
+    backward(model, rank, 2, False)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for each in range(world_size):
+        backward(reference, each, 1, True)
+        backward(reference, each, 2, False)
+    torch.optim.SGD(reference.parameters(), lr=1.0 / world_size).step()
+    with model.summon_full_params(model):
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(param.view_as(expected), expected)
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
@@ -18,24 +60,17 @@ def test_gradients_of_no_sync_are_freed_as_units_are_reduced(
     rank: int, use_orig_params: bool, low: bool
 ) -> None:
     """They are freed during the backward. Tensors that the user keeps stay valid."""
-    torch.manual_seed(0)
-    model = wrap(
-        nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)),
-        use_orig_params=use_orig_params,
-        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32) if low else None,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-    )
-    first, second = model[0], model[2]
-    x = torch.randn(4, 3, generator=torch.Generator(device()).manual_seed(rank))
+    mixed = MixedPrecision(torch.bfloat16, torch.float32) if low else None
+    model = wrap(plain(), use_orig_params=use_orig_params, mixed_precision=mixed, **PER_LAYER)
     with model.no_sync():
-        model(x).square().sum().backward()
-    kept = [param.grad for param in first.parameters()]
+        backward(model, rank, 1, True)
+    kept = [param.grad for param in model.first.parameters()]
     values = [grad.clone() for grad in kept]
-    parts = [StorageWeakRef(param.grad.untyped_storage()) for param in second.parameters()]
+    parts = [StorageWeakRef(param.grad.untyped_storage()) for param in model.second.parameters()]
     shown, expired = [], []
 
     def look(grad: Tensor) -> None:
-        shown.extend(param.grad for param in second.parameters())
+        shown.extend(param.grad for param in model.second.parameters())
         expired.extend(part.expired() for part in parts)
 
     x = torch.randn(4, 3, requires_grad=True)
