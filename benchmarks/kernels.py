@@ -1,7 +1,7 @@
 """The CPU kernels compared with torch's operators and with memcpy of the same number of bytes.
 
 python -m benchmarks.kernels
-python -m benchmarks.kernels --mb 1 64 --only accumulate --capability widest default
+python -m benchmarks.kernels --mb 1 64 --only accumulate --capability avx2 default
 python -m benchmarks.kernels --threads 1 2 --json times.json
 """
 
@@ -193,7 +193,7 @@ def measure(case: Case, tiny: Case, seconds: float) -> dict[str, float | None]:
 
 def measure_all(args: argparse.Namespace) -> Iterator[Row]:
     for capability, mb, threads in itertools.product(args.capability, args.mb, args.threads):
-        _C.use_cpu_capability(capability == "widest")
+        _C.use_cpu_capability(capability)
         torch.set_num_threads(threads)
         for group in GROUPS:
             for case, tiny in zip(group(int(mb * MB) // 4), group(TENSORS), strict=True):
@@ -254,7 +254,9 @@ def parse() -> argparse.Namespace:
         "--mb", type=float, nargs="+", default=[1, 4, 16, 64], help="sizes of the tensors in fp32"
     )
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--capability", nargs="+", default=["widest"], choices=["widest", "default"])
+    parser.add_argument(
+        "--capability", nargs="+", default=[_C.cpu_capabilities()[0]], choices=_C.cpu_capabilities()
+    )
     parser.add_argument("--only", nargs="*", default=[], help="words in the name of the kernel")
     parser.add_argument("--seconds", type=float, default=0.5, help="per kernel and size")
     parser.add_argument("--json", type=Path)

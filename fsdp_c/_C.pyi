@@ -439,11 +439,11 @@ def bind_freed_view(type: type[torch.Tensor], /) -> None:
 def refuse_freed_view(tensor: torch.Tensor, /) -> None:
     """Raise RuntimeError that names unit, parameter and remedy, if ``tensor`` is a freed view of a live unit."""
 
-def cpu_capability() -> str:
-    """Return the instruction set of the CPU kernels in use: "avx2", or "default" for any processor."""
+def cpu_capabilities() -> tuple[str, ...]:
+    """Return the instruction sets of kernels for this processor, the widest first: "avx512", "avx2", "default"."""
 
-def use_cpu_capability(widest: bool, /) -> None:
-    """Use the CPU kernels of the processor's widest instruction set, the default, or those for any processor.
+def use_cpu_capability(name: str | None, /) -> None:
+    """Select the kernels of another instruction set; None for the widest, the default at import.
 
-    Both give the same bits.
+    All give the same bits. Raises ValueError for an instruction set that this processor lacks.
     """

@@ -29,9 +29,15 @@ struct loops {
                                                      double factor);
 };
 
-const struct loops *loops_active(void); /* Return the version in use. */
+/* Return the version in use: the one that loops_use() set, by default the widest that the processor
+ * supports. */
+const struct loops *loops_active(void);
 
-/* Use the widest version that the processor supports, the default, or the version for any processor. */
-void loops_use(bool widest);
+/* Return version `index` of those that the processor supports, widest first; NULL past the last. */
+const struct loops *loops_version(int index);
+
+/* Use the version called `name`, NULL for the widest. Return false when the processor supports no such
+ * version. */
+bool loops_use(const char *name);
 
 #endif

@@ -1,7 +1,7 @@
 /* One version of the loops. loops.c includes this file once per instruction set, and defines before:
  *
  *   LOOPS_NAME   the version's name, the end of its functions' names: V(name)
- *   FLOATS       number of fp32 elements of a vector: 1 for any processor, 8 with AVX2
+ *   FLOATS       number of fp32 elements of a vector: 1 for any processor, 8 with AVX2, 16 with AVX-512
  *
  * Elements after the last whole vector are processed one by one, with the same result. */
 
@@ -62,6 +62,9 @@ static inline void V(floats_store_float16)(float16 *output, floats values) {
 }
 
 #else
+#if FLOATS == 8
+#define OF_WIDTH(name) _mm256_##name
+
 static inline __m128i V(halves_load)(const void *halves) {
     return _mm_loadu_si128(halves);
 }
@@ -84,16 +87,42 @@ static inline __m256i V(round_to_bfloat16)(__m256 values) {
     return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), is_nan);
 }
 
+#else
+#define OF_WIDTH(name) _mm512_##name
+
+static inline __m256i V(halves_load)(const void *halves) {
+    return _mm256_loadu_si256(halves);
+}
+
+static inline void V(halves_store)(void *halves, __m256i bits) {
+    _mm256_storeu_si256(halves, bits);
+}
+
+static inline __m256i V(lower_halves)(float_bits bits) {
+    return _mm512_cvtepi32_epi16((__m512i)bits);
+}
+
+/* Return the nearest bfloat16 in the upper half of each element. The lower half is undefined. */
+static inline __m512i V(round_to_bfloat16)(__m512 values) {
+    __m512i bits = _mm512_castps_si512(values);
+    __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i half = _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff));
+    __mmask16 is_number = _mm512_cmp_ps_mask(values, values, _CMP_ORD_Q);
+    return _mm512_mask_add_epi32(_mm512_set1_epi32(0x7fc00000), is_number, bits, half);
+}
+
+#endif
+
 static inline floats V(floats_of)(float value) {
-    return _mm256_set1_ps(value);
+    return OF_WIDTH(set1_ps)(value);
 }
 
 static inline floats V(floats_load_bfloat16)(const bfloat16 *input) {
-    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(V(halves_load)(input)), 16);
+    return (floats)OF_WIDTH(slli_epi32)(OF_WIDTH(cvtepu16_epi32)(V(halves_load)(input)), 16);
 }
 
 static inline floats V(floats_load_float16)(const float16 *input) {
-    return _mm256_cvtph_ps(V(halves_load)(input));
+    return OF_WIDTH(cvtph_ps)(V(halves_load)(input));
 }
 
 static inline floats V(floats_round_bfloat16)(floats values) {
@@ -101,7 +130,7 @@ static inline floats V(floats_round_bfloat16)(floats values) {
 }
 
 static inline floats V(floats_round_float16)(floats values) {
-    return _mm256_cvtph_ps(_mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    return OF_WIDTH(cvtph_ps)(OF_WIDTH(cvtps_ph)(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 static inline void V(floats_store_bfloat16)(bfloat16 *output, floats values) {
@@ -109,9 +138,10 @@ static inline void V(floats_store_bfloat16)(bfloat16 *output, floats values) {
 }
 
 static inline void V(floats_store_float16)(float16 *output, floats values) {
-    V(halves_store)(output, _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    V(halves_store)(output, OF_WIDTH(cvtps_ph)(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
+#undef OF_WIDTH
 #endif
 
 /* Input and output may alias element by element, never at different indices. */

@@ -46,15 +46,21 @@ static PyObject *bind_callbacks(PyObject *self, PyObject *args, PyObject *kwargs
     return none_or_error(callbacks_bind(kwargs));
 }
 
-static PyObject *cpu_capability(PyObject *self, PyObject *unused) {
-    return PyUnicode_FromString(loops_active()->name);
+static PyObject *cpu_capabilities(PyObject *self, PyObject *unused) {
+    OWNED *names = PyList_New(0);
+    for (int i = 0; names && loops_version(i); i++)
+        if (ref_append(names, PyUnicode_FromString(loops_version(i)->name)) < 0)
+            return NULL;
+    return names ? PyList_AsTuple(names) : NULL;
 }
 
 static PyObject *use_cpu_capability(PyObject *self, PyObject *args) {
-    int widest;
-    if (!PyArg_ParseTuple(args, "p", &widest))
+    const char *name;
+    if (!PyArg_ParseTuple(args, "z", &name))
         return NULL;
-    loops_use(widest);
+    if (!loops_use(name))
+        return PyErr_Format(PyExc_ValueError,
+                            "no kernels for \"%s\" on this processor: see cpu_capabilities()", name);
     Py_RETURN_NONE;
 }
 
@@ -141,7 +147,7 @@ static PyMethodDef functions[] = {
     {"enter_phase", enter_phase, METH_VARARGS, NULL},
     {"leave_phase", leave_phase, METH_VARARGS, NULL},
     {"describe_progress", describe_progress, METH_NOARGS, NULL},
-    {"cpu_capability", cpu_capability, METH_NOARGS, NULL},
+    {"cpu_capabilities", cpu_capabilities, METH_NOARGS, NULL},
     {"use_cpu_capability", use_cpu_capability, METH_VARARGS, NULL},
     {"why_no_kernels", why_no_kernels, METH_VARARGS, NULL},
     {"replace", replace, METH_VARARGS, NULL},

@@ -32,7 +32,7 @@ def report() -> str:
         "OS": f"{platform.platform()}, {' '.join(platform.libc_ver())}",
         "C compiler": shutil.which(os.environ.get("CC", "cc").split()[0]) or "not found",
         "nvcc": shutil.which("nvcc") or "not found",
-        "CPU kernels": f"{_C.cpu_capability()}; {_C.why_no_kernels('cpu') or 'in use'}",
+        "CPU kernels": f"{', '.join(_C.cpu_capabilities())}; {_C.why_no_kernels('cpu') or 'in use'}",
         "CUDA kernels": f"built: {', '.join(libraries) or 'none'}; {_C.why_no_kernels('cuda') or 'in use'}",
         "settings": " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)),
     }

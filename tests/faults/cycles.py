@@ -76,7 +76,7 @@ def functions() -> Callable[[], Any]:
         _C.partition_overlaps((100, 30, 0), (100, 7, 3), 1)
         _C.partition_bounds((100, 30, 0), 1)
         _C.exchange_plan([((100, 30, 0), (100, 7, 3), 4)], 1, 15, False)
-        _C.cpu_capability()
+        _C.cpu_capabilities()
 
     return cycle
 

@@ -296,13 +296,23 @@ def everything(dtype: torch.dtype, other: torch.dtype) -> list[Tensor]:
     return made
 
 
+@pytest.mark.parametrize("capability", _C.cpu_capabilities())
 @pytest.mark.parametrize(("dtype", "other"), PAIRS, ids=str)
-def test_every_instruction_set_gives_the_bits_of_the_baseline(dtype: torch.dtype, other: torch.dtype) -> None:
+def test_every_instruction_set_gives_the_bits_of_the_baseline(
+    capability: str, dtype: torch.dtype, other: torch.dtype
+) -> None:
     try:
-        _C.use_cpu_capability(False)
-        assert _C.cpu_capability() == "default"
+        _C.use_cpu_capability("default")
         expected = everything(dtype, other)
+        _C.use_cpu_capability(capability)
+        actual = everything(dtype, other)
     finally:
-        _C.use_cpu_capability(True)
-    for one, reference in zip(everything(dtype, other), expected, strict=True):
+        _C.use_cpu_capability(None)
+    for one, reference in zip(actual, expected, strict=True):
         assert_same_bits(one, reference)
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    assert _C.cpu_capabilities()[-1] == "default"
+    with pytest.raises(ValueError, match='no kernels for "mmx"'):
+        _C.use_cpu_capability("mmx")
