@@ -66,11 +66,13 @@ from fsdp_c.tools import collective_errors, phases
 from fsdp_c.tools.summary import describe_unit, log_units
 from fsdp_c.training import (
     grad_clipping,
+    hints,
     misuse_checks,
     optimizer_steps,
     tensor_containers,
     unshard_params,
 )
+from fsdp_c.training.ddp_checks import check_ddp
 from fsdp_c.training.order_validation import OrderValidation
 
 __all__ = ["FLAT_PARAM", "FlatParameter", "FullyShardedDataParallel"]
@@ -245,7 +247,7 @@ class FullyShardedDataParallel(ShardedModule):
             inner._enclosing = weakref.ref(self)
         self._fsdp_wrapped_module = module
         register_unit(unwrapped(module), self)
-        misuse_checks.explain_optimizers()
+        hints.explain_optimizers()
         if self._handle is not None:
             self._fully_sharded_module_to_handle[module] = self._handle
         if not use_orig_params:
@@ -541,7 +543,7 @@ class FullyShardedDataParallel(ShardedModule):
                 wrapped,
                 unwrapped(wrapped),
             )
-            return misuse_checks.with_hint(self, found) if is_own_method else found
+            return hints.with_hint(self, found) if is_own_method else found
 
     def extra_repr(self) -> str:
         """Return the unit's size, and for a root the memory of its tree: see ``fsdp_c.summary``."""
@@ -787,12 +789,12 @@ _C.bind_callbacks(
     convert_inputs=tensor_containers.convert_inputs,
     hook_inputs=tensor_containers.hook_inputs,
     tensors_of=tensor_containers.tensors_of,
-    check_ddp=misuse_checks.check_ddp,
+    check_ddp=check_ddp,
     cast_buffers_for_mode=FullyShardedDataParallel._cast_buffers_for_mode,
     step_in_backward=FlatParamHandle.step_in_backward,
     log_post_backward=FullyShardedDataParallel._log_post_backward,
     warn_of_units_without_gradient=misuse_checks.warn_of_units_without_gradient,
     check_backward=misuse_checks.check_backward,
-    explain_error=misuse_checks.explain_forward_error,
+    explain_error=hints.explain_forward_error,
     explain_failed_collective=collective_errors.explain,
 )

@@ -50,7 +50,7 @@ STATE_READERS = {  # Python modules that read sharding state, with the reason; n
     "sharding.sharded_module": "attributes that torch has on a unit, and checks for full parameters",
     "training.forward_methods": "to skip the unshard if parameters are unsharded already",
     "training.grad_clipping": "to refuse clipping inside a step",
-    "training.misuse_checks": "to name the unit that keeps parameters sharded",
+    "training.hints": "to name the unit that keeps parameters sharded",
     "training.unshard_params": "to refuse state dicts and summon_full_params inside a step",
 }
 UNREAD_STATE = ("param_state", "needs_unshard")  # read by C only
