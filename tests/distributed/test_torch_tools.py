@@ -89,7 +89,7 @@ def assert_same(expected: Any, found: Any, path: str = "") -> None:
     if isinstance(expected, Tensor):
         assert expected.dtype == found.dtype and torch.equal(expected, found), path
     elif isinstance(expected, dict):
-        # the order of names is part of the contract in these dicts
+        # callers rely on the order of names in these dicts
         order = list if path.startswith((".model", ".full", ".end", ".loaded")) else set
         assert order(expected) == order(found), path
         for key, value in expected.items():
