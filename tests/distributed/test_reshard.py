@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffload,
     MixedPrecision,
+    ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictType,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
@@ -266,6 +269,35 @@ def test_a_second_forward_before_the_backward_gathers_each_unit_once(
 
 # ----------------------------------------------------------------- whole parameters between forward and
 # backward
+
+
+def totals(model: FSDP) -> list[float]:
+    """The sum of all values of a full and of a sharded state dict."""
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()):
+        sharded = model.state_dict()
+    parts = [
+        shard.tensor.double().abs().sum() for value in sharded.values() for shard in value.local_shards()
+    ]
+    local = torch.stack([torch.zeros((), dtype=torch.float64, device=device()), *parts]).sum()
+    dist.all_reduce(local)
+    return [float(sum(value.abs().sum() for value in full(model).values())), float(local)]
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["gone", "held"])
+@on_ranks(2)
+def test_writes_to_unsharded_parameters_are_saved_and_kept(held: bool) -> None:
+    """Between a forward and its backward under SHARD_GRAD_OP; torch loses it in the backward."""
+    trainers = both()
+    total = float(sum(param.abs().sum() for param in plain().parameters()))
+    outputs = [trainer.loss() for trainer in trainers]
+    if not held:
+        del outputs
+    for trainer in trainers:
+        scale_shown(trainer)
+    torch.testing.assert_close(totals(trainers[0].model), [1.5 * total] * 2)
+    for trainer in trainers:
+        trainer.train()
+    check(trainers[0].model, trainers[1].model)
 
 
 @on_ranks(2)
