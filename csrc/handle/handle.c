@@ -56,10 +56,10 @@ static void zero(struct handle *handle) {
 static struct handle *live_handles; /* borrowed; the latest live handle */
 
 int handle_refuse_freed_view(const PyObject *tensor) {
-    int result = 0;
-    for (const struct handle *handle = live_handles; handle && !result; handle = handle->next_live)
-        result = storage_refuse_freed_view(&handle->storage, tensor);
-    return result;
+    for (const struct handle *handle = live_handles; handle; handle = handle->next_live)
+        if (storage_refuse_freed_view(&handle->storage, tensor) < 0)
+            return -1; /* at once: raising may collect the handle */
+    return 0;
 }
 
 int handle_init(struct handle *handle, const struct handle_spec *spec) {

@@ -38,10 +38,8 @@ static int has_hooks(struct grads *grads) {
     if (registered < 0 || (!registered && !grads->has_param_hooks))
         return registered;
     OWNED *on_gradient = hooks_of(grads, torch_names._backward_hooks);
-    OWNED *on_accumulated = hooks_of(grads, torch_names._post_accumulate_grad_hooks);
-    int result = !on_gradient || !on_accumulated ? -1
-                 : on_gradient == Py_None        ? 0
-                                                 : PyObject_IsTrue(on_gradient);
+    OWNED *on_accumulated = on_gradient ? hooks_of(grads, torch_names._post_accumulate_grad_hooks) : NULL;
+    int result = !on_accumulated ? -1 : on_gradient == Py_None ? 0 : PyObject_IsTrue(on_gradient);
     if (!result && on_accumulated != Py_None)
         result = PyObject_IsTrue(on_accumulated);
     grads->has_param_hooks = result != 0;
