@@ -423,6 +423,12 @@ class OptimTarget:
                     f"{self.checkpoint.folder}: {key} is {type(value).__name__}, not a group"
                 )
             set_nested(self.checkpoint, key, saved.setdefault(owner, {}), tuple(rest), value)
+        for owner, names in ((owner, group.get("params", ())) for owner, group in saved.items()):
+            if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+                raise CheckpointError(
+                    f"{self.checkpoint.folder}: group {owner} of the optimizer lists {names!r:.80} as its "
+                    "parameters, which are not names: the checkpoint is damaged, or not saved by DCP or fsdp_c"
+                )
         by_fqn = {
             uncompiled(fqn): group for group in saved.values() for fqn in group.get("params", ())
         } or saved

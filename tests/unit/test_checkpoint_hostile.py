@@ -33,7 +33,7 @@ from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, cli
 from fsdp_c.checkpoint.metadata import Value, read_metadata
 from fsdp_c.checkpoint.storage import read_checkpoint, read_nested
-from tests.checkpoints import contents, pickle_of
+from tests.checkpoints import contents, pickle_of, trained
 from tests.fuzz.checkpoint import SUBJECTS
 from tests.processes import ROOT, output_of_python
 
@@ -273,6 +273,18 @@ def test_a_bad_end_of_metadata_is_refused_and_leads_nowhere(
     refused(path, ".metadata: damaged at its end")
     checkpoint.save(model, None, path)  # removes the data of the checkpoint that it replaces
     assert all(other.exists() for other in others)
+
+
+@pytest.mark.parametrize("names", [None, 3, [1, 2], "0.weight"])
+def test_a_group_whose_parameters_are_not_names_is_refused(names: object, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    optim = checkpoint.optim_state(model, optimizer)
+    optim["param_groups"][0]["params"] = names
+    dcp.save({"model": model.state_dict(), "optim": optim}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(
+        CheckpointError, match="group 0 of the optimizer lists .* as its parameters, which are"
+    ):
+        checkpoint.load(model, optimizer, tmp_path)
 
 
 def test_bytes_entries_stay_bytes(tmp_path: Path) -> None:
