@@ -239,8 +239,9 @@ def _valid_footer(folder: Path) -> Footer | None:
 def new_data_folder(path: Path) -> Iterator[Path]:
     """Yield a new data folder for a checkpoint at ``path``, for ``publish``. See [Note: In place at once].
 
-    Removed unless published. Raises CheckpointError if another process saves to ``path``.
+    Removed unless published. Raises CheckpointError if another process saves to ``path``, and as ``check_target``.
     """
+    check_target(path)  # again: copies for a background save may have taken long
     with _hold_lock(path) as locked:
         if locked:
             _remove_leftovers(path)
