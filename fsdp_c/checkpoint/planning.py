@@ -237,7 +237,7 @@ def _group(paths: list[PathInDict], rows: list[_Row], writers: _Writers) -> Grou
         return Group(paths, [], writers.assign_writers(rows, len(paths)))
     by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[Held, _Row]]] = {}
     for row in rows:
-        # the first rank's wins if replicas differ
+        # where replicas differ in shape or dtype, the first rank's are written
         if row.held is not None and (row.held.shape, row.held.dtype) == (first.shape, first.dtype):
             by_box.setdefault((row.held.offsets, row.held.sizes), []).append((row.held, row))
     boxes = [_box(key, each, len(paths), writers) for each in by_box.values()]

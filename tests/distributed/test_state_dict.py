@@ -93,7 +93,7 @@ def test_values_own_their_memory(rank: int, strategy: str, use_orig_params: bool
 @both_views
 @on_ranks(2)
 def test_copies_on_every_rank_are_warned_of_once_per_save(use_orig_params: bool) -> None:
-    """torch warns once per unit. Its warnings cannot be compared on a CPU device."""
+    """torch warns once per unit. On a CPU device the warnings of both cannot be compared."""
 
     def warned(module: Any, **config: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
