@@ -32,8 +32,9 @@ static inline void object_free(PyObject *self) {
     Py_DECREF(type);
 }
 
-/* Define the spec of a type from the static names `object_init`, `object_traverse`, `object_clear`, `object_dealloc`, `methods`,
- * `members` and `attributes` of the file, and further slots, each followed by a comma. */
+/* Define the spec of a type from the static names `object_init`, `object_traverse`, `object_clear`,
+ * `object_dealloc`, `methods`, `members` and `attributes` of the file, and further slots, each followed by a
+ * comma. */
 #define OBJECT_SPEC(struct_object, full_name, more_flags, doc, ...)                                          \
     static PyType_Slot slots[] = {{Py_tp_init, object_init},   {Py_tp_traverse, object_traverse},            \
                                   {Py_tp_clear, object_clear}, {Py_tp_dealloc, object_dealloc},              \
@@ -44,6 +45,7 @@ static inline void object_free(PyObject *self) {
                                     .basicsize = sizeof(struct_object),                                      \
                                     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | (more_flags),         \
                                     .slots = slots}
+
 /* Define a read-only attribute: name, type of structmember.h, field of the object's struct. */
 #define READ_ONLY(name, type, struct_object, field)                                                          \
     {name, type, offsetof(struct_object, field), READONLY, NULL}

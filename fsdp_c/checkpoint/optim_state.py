@@ -423,7 +423,8 @@ class OptimTarget:
                     f"{self.checkpoint.folder}: {key} is {type(value).__name__}, not a group"
                 )
             set_nested(self.checkpoint, key, saved.setdefault(owner, {}), tuple(rest), value)
-        for owner, names in ((owner, group.get("params", ())) for owner, group in saved.items()):
+        for owner, group in saved.items():
+            names = group.get("params", ())
             if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
                 raise CheckpointError(
                     f"{self.checkpoint.folder}: group {owner} of the optimizer lists {names!r:.80} as its "
