@@ -188,6 +188,8 @@ def run(change: Change, trainers: tuple[Trainer, Trainer], held: bool) -> None:
         skipped = trainer.loss(2)
         if not held:
             del skipped
+        if trainer.params[0].device != device():
+            torch.cuda.synchronize()  # the skipped forward may still copy the offloaded shards
         change(trainer)
         trainer.train(3)
 
