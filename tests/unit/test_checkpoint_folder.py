@@ -388,6 +388,8 @@ def test_what_could_not_be_held_open_and_is_gone_is_told(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match="__0_0.distcp: disappeared while the checkpoint was read"):
         with found.open(name):
             pass
+    with pytest.raises(OSError, match="Input/output error"), found.open(folder.METADATA):
+        raise OSError(errno.EIO, "Input/output error")
 
 
 def test_a_file_that_is_missing_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
