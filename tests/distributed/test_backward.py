@@ -16,10 +16,11 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
+from tests.distributed.test_reshard import full
 from tests.models import WIDTH, Net
 from tests.ranks import all_strategies, both_views, on_ranks
 from tests.storage import live_nbytes, live_nbytes_after_a_failure, settled_nbytes
-from tests.training import PER_BLOCK, wrap
+from tests.training import PER_BLOCK, assert_same, full_state, train, wrap
 from tests.training import batch as inputs
 
 
@@ -44,20 +45,10 @@ Step = Callable[[Any, int], None]
 
 def full_gradients(model: Any) -> dict[str, Tensor]:
     """Full gradients by name, zero for None: the difference that a step of plain SGD makes."""
-    before = full_values(model)
+    before = full(model)
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    after = full_values(model)
+    after = full(model)
     return {name: before[name] - after[name] for name in before}
-
-
-def full_values(model: Any) -> dict[str, Tensor]:
-    if not hasattr(type(model), "summon_full_params"):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    with type(model).summon_full_params(model):
-        return {
-            name.replace("_fsdp_wrapped_module.", ""): parameter.detach().clone()
-            for name, parameter in model.named_parameters()
-        }
 
 
 def expected_gradients(model: nn.Module, step: Step, world_size: int) -> dict[str, Tensor]:
@@ -103,28 +94,19 @@ def twice(model: Any, rank: int) -> None:
         loss_of(model(batch(rank, index))).backward()
 
 
-def gradients_of_inputs_first(model: Any, rank: int) -> None:
-    x = batch(rank).requires_grad_()
-    torch.autograd.grad(loss_of(model(x)), x)
-    loss_of(model(batch(rank, 1))).backward()
-
-
-def by_part_of_the_output(model: Any, rank: int) -> None:
-    model(batch(rank))[0].sum().backward()
-
-
-GRAPHS = {step.__name__: step for step in (gradients_of_inputs_first, by_part_of_the_output)}
-
-
-@pytest.mark.parametrize("graph", GRAPHS)
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_graph_gives_the_gradients_of_the_plain_model(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, graph: str
+def test_grad_on_inputs_gives_parameters_no_gradient_and_frees_everything(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str
 ) -> None:
+    before = settled_nbytes()
     model = sharded(strategy, use_orig_params=use_orig_params)
-    assert_same_gradients(model, plain(), GRAPHS[graph], rank, world_size)
+    x = batch(rank).requires_grad_()
+    torch.autograd.grad(loss_of(model(x)), x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert live_nbytes() == before
+    assert_same_gradients(model, plain(), twice, rank, world_size)
 
 
 @both_views
@@ -220,17 +202,6 @@ def test_a_unit_with_its_whole_module_in_a_checkpoint_is_resharded_at_once(rank:
 
 
 # ----------------------------------------------------------------- inputs
-
-
-@all_strategies
-@on_ranks(2)
-def test_grad_on_inputs_gives_parameters_no_gradient_and_frees_everything(rank: int, strategy: str) -> None:
-    before = settled_nbytes()
-    model = sharded(strategy)
-    x = batch(rank).requires_grad_()
-    torch.autograd.grad(loss_of(model(x)), x)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert live_nbytes() == before
 
 
 class Forces(nn.Module):
@@ -497,46 +468,13 @@ class Recurrent(nn.Module):
 def test_recurrent_modules_train_like_the_plain_model(
     rank: int, world_size: int, use_orig_params: bool, strategy: str
 ) -> None:
-    def step(model: Any, rank: int) -> None:
-        for index in range(3):
-            loss_of(model(batch(rank, index))).backward()
-
     model = wrap(
         seeded(Recurrent),
         strategy=strategy,
         auto_wrap_policy=ModuleWrapPolicy({nn.LSTM}),
         use_orig_params=use_orig_params,
     )
-    assert_same_gradients(model, seeded(Recurrent), step, rank, world_size)
-
-
-@on_ranks(2)
-def test_module_hooks_of_the_user_run_as_on_the_plain_model(rank: int) -> None:
-    def hooked(model: nn.Module) -> list[Any]:
-        seen: list[Any] = []
-        block = model.blocks[1]
-        block.register_forward_pre_hook(lambda module, args: seen.append(("pre", args[0].shape)))
-        block.register_forward_hook(lambda module, args, output: seen.append(("forward", output.shape)))
-        block.register_full_backward_pre_hook(
-            lambda module, grads: seen.append(("backward pre", grads[0].shape))
-        )
-        block.register_full_backward_hook(
-            lambda module, inputs, outputs: seen.append(("backward", inputs[0].shape, outputs[0].shape))
-        )
-        block.up.register_forward_hook(
-            lambda module, args, output: seen.append(("weight", module.weight.shape))
-        )
-        return seen
-
-    reference, model = plain(), plain()
-    expected, actual = hooked(reference), hooked(model)
-    model = wrap(model, auto_wrap_policy=PER_BLOCK)
-    model.register_full_backward_hook(lambda module, inputs, outputs: actual.append("root"))
-    for one in (reference, model):
-        x = batch(rank).requires_grad_()
-        loss_of(one(x)).backward()
-    assert actual == [*expected, "root"]
-    assert len(expected) == 5
+    assert_same_gradients(model, seeded(Recurrent), twice, rank, world_size)
 
 
 @pytest.mark.parametrize("around", ["the root", "units", "both"])
@@ -548,7 +486,7 @@ def test_recomputed_forwards_cast_their_inputs_under_mixed_precision(
 ) -> None:
     """Bit for bit as without checkpoints. Units get fp32 of each other."""
     precision = MixedPrecision(torch.bfloat16, torch.bfloat16, cast_forward_inputs=True)
-    losses: dict[bool, list[float]] = {}
+    states = []
     for recomputes in (False, True):
         torch.manual_seed(3)
         net = Net(float_between=True, around="nonreentrant" if recomputes and around != "the root" else None)
@@ -559,19 +497,11 @@ def test_recomputed_forwards_cast_their_inputs_under_mixed_precision(
             use_orig_params=use_orig_params,
             mixed_precision=precision,
         )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses[recomputes] = []
-        for index in range(3):
-            x = batch(rank, index).float()
-            output = (
-                checkpoint(model, x, use_reentrant=False) if recomputes and around != "units" else model(x)
-            )
-            loss = loss_of(output.float())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[recomputes].append(loss.item())
-    assert losses[True] == losses[False]
+        recomputed = functools.partial(checkpoint, model, use_reentrant=False)
+        called = recomputed if recomputes and around != "units" else model
+        train(called, torch.optim.SGD(model.parameters(), lr=0.1), seed=rank, steps=3)
+        states.append(full_state(model))
+    assert_same(*states)
 
 
 # ----------------------------------------------------------------- refused, and inference

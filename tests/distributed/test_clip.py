@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecision
 from tests.distributed.test_state_dict import plain, wrap
 from tests.models import WIDTH
 from tests.parity.engine import same_bits
-from tests.processes import output_of_python
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.training import assert_same
 
@@ -57,31 +56,6 @@ def test_norm_and_clipped_gradients_equal_torchs(
         return wrap(plain(), use_orig_params, which, sharding_strategy=strategy)
 
     clip_with_both(build, rank, max_norm, norm_type)
-
-
-OF_ANOTHER_PROCESSOR = """
-import math, torch
-from torch import nn
-own = torch.linalg.vector_norm
-def rounded_otherwise(*arguments, **keywords):
-    norm = own(*arguments, **keywords)
-    return torch.nextafter(norm, torch.full_like(norm, math.inf))
-torch.linalg.vector_norm = rounded_otherwise
-from fsdp_c import FullyShardedDataParallel
-from tests.collectives import init_fake_group
-init_fake_group(0, 2)
-for norm_type in (1.0, 1.5, 2.0, math.inf):
-    for use_orig_params in (True, False):
-        linear = nn.Linear(30, 20)
-        model = FullyShardedDataParallel(linear, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
-        model(torch.ones(3, 30)).square().sum().backward()
-        grads = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
-        torch.testing.assert_close(model.clip_grad_norm_(0.5, norm_type), own(grads, norm_type))
-"""
-
-
-def test_clipping_depends_on_no_rounding_of_vector_norm() -> None:
-    output_of_python("-c", OF_ANOTHER_PROCESSOR)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])

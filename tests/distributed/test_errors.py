@@ -34,27 +34,7 @@ WHOLE = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
 X = torch.ones(2, 3)
 
 
-# ----------------------------------------------------------------- ranks that differ
-
-
-class Forked(nn.Module):
-    """Two paths whose units have as many elements."""
-
-    def __init__(self, fsdp: Implementation) -> None:
-        super().__init__()
-        self.left, self.right = (fsdp.wrap(nn.Linear(3, 3, bias=False)) for _ in range(2))
-        self.shared = nn.Linear(3, 3)
-        self.turn_right = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.right if self.turn_right else self.left)(self.shared(x))
-
-
-def fork(fsdp: Implementation, iterations: list[bool]) -> None:
-    with debug_level(dist.DebugLevel.DETAIL):
-        model = fsdp.wrap(Forked(fsdp))
-        for model.module.turn_right in iterations:
-            model(X).sum().backward()
+# ----------------------------------------------------------------- ranks that differ; see also test_execution_order.py
 
 
 def miss_gradients_on_rank_1(fsdp: Implementation) -> None:
@@ -69,17 +49,10 @@ def miss_gradients_on_rank_1(fsdp: Implementation) -> None:
 
 RANKS = rows(
     r"""
-X-079 | RuntimeError | Forward order differs across ranks: rank 0 is all-gathering parameters for
-    ours: \['left.weight'\] while rank 1 is all-gathering parameters for \['right.weight'\]
-X-080 | UserWarning | Forward order differs from that of the first iteration on rank
-    also: Collectives are unchecked and may give incorrect results or hang
-    ours: 'left.weight'.*'right.weight'
 X-086 | UserWarning | [Rank 1] Only some but not all ranks have a `None` `FlatParameter` gradient
     ours: unit Linear
 """,
     {
-        "X-079": lambda fsdp: fork(fsdp, [dist.get_rank() == 1]),
-        "X-080": lambda fsdp: fork(fsdp, [False, True]),
         "X-086": miss_gradients_on_rank_1,
     },
 )

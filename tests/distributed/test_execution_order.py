@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_c.compat._runtime_utils import _post_backward_final_callback
 from tests.collectives import ALL_GATHER
 from tests.distributed.test_collectives import calls
 from tests.models import WIDTH
-from tests.parity.engine import Point, Run, Scenario, assert_same_record, implementation, record_run
-from tests.parity.scenarios import plain_step
+from tests.parity.engine import implementation
 from tests.ranks import all_strategies, both_views, device, on_ranks
-from tests.training import debug_level
+from tests.training import assert_same, batch, debug_level, full_state, sharded, train
 
 UNIT = 34  # elements of a Linear(5, 5) on two ranks: weight and bias, each aligned, and one of right padding
 
@@ -72,25 +72,22 @@ def test_forward_order_that_differs_across_ranks_is_an_error_naming_both(rank: i
     model = checked()
     with pytest.raises(
         RuntimeError,
-        match=r"differs across ranks: rank 0 is all-gathering parameters for \['left.weight', 'left.bias'\] while "
-        r"rank 1 is all-gathering parameters for \['right.weight', 'right.bias'\]",
+        match=r"^Forward order differs across ranks: rank 0 is all-gathering parameters for "
+        r"\['left.weight', 'left.bias'\] while rank 1 is all-gathering parameters for "
+        r"\['right.weight', 'right.bias'\]",
     ):
         step(model, *(("left", "right") if rank == 0 else ("right", "left")))
     step(model, "left", "right")  # the error was raised before the all-gather, so the model still works
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.numel())
 
 
+@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.INFO])
 @on_ranks(2)
-def test_evaluation_is_not_checked() -> None:
+def test_nothing_is_checked_below_detail_and_in_an_evaluation(level: dist.DebugLevel) -> None:
     model = checked().eval()
     with calls() as seen, torch.no_grad():
         model(torch.ones(1, WIDTH))
     assert gathered(seen) == [UNIT, UNIT]
-
-
-@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.INFO])
-@on_ranks(2)
-def test_nothing_is_checked_below_detail(level: dist.DebugLevel) -> None:
     with debug_level(level):
         model = choice(use_orig_params=True)
     with calls() as seen, warnings.catch_warnings():
@@ -143,7 +140,8 @@ def test_a_later_deviation_is_warned_of_once(rank: int) -> None:
     assert warnings_of(model, "left", "right") == []
     assert warnings_of(model, "left", "right") == []
     (text,) = warnings_of(model, "right", "left")
-    assert f"on rank {rank}" in text and "may give incorrect results or hang" in text
+    assert text.startswith(f"Forward order differs from that of the first iteration on rank {rank}")
+    assert "Collectives are unchecked and may give incorrect results or hang" in text
     assert text.endswith("had ['left.weight', 'left.bias'] next, but ['right.weight', 'right.bias'] was run")
     assert warnings_of(model, "right", "left") == []
 
@@ -193,53 +191,29 @@ def test_a_warning_that_is_an_error_stops_the_forward() -> None:
 # ------------------------------------------------------------------ the final callback
 
 
-def final_callback(model: Any) -> None:
-    model._unit.runtime.final_callback()
-
-
-class Twice(nn.Module):
-    """Runs its unit twice; ``fail`` raises in backward between the two contributions."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.fail = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(self.head(x))
-        if x.requires_grad:
-            x.register_hook(self._on_gradient)
-        return self.inner(x)
-
-    def _on_gradient(self, grad: Tensor) -> None:
-        if self.fail:
-            raise MemoryError("out of memory")
-
-
-def twice(run: Run) -> nn.Module:
-    return run.wrap(Twice(run.wrap(nn.Linear(WIDTH, WIDTH))))
-
-
-def out_of_memory_first(run: Run) -> None:
-    """A backward that raises, ended by hand and thrown away, and then the step itself."""
-    model = run.model
-    model.module.fail = True
-    with pytest.raises(MemoryError):
-        model(run.batch(1)).sum().backward()
-    final_callback(model)
-    model.zero_grad()
-    model.module.fail = False
-    plain_step(run)
-
-
 @both_views
 @all_strategies
 @on_ranks(2)
 def test_a_step_after_a_failed_backward_and_the_final_callback_is_right(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+    rank: int, strategy: str, use_orig_params: bool
 ) -> None:
-    point = Point("out_of_memory", strategy, use_orig_params=use_orig_params)
-    expected = record_run(point, Scenario(twice, plain_step), "torch", rank, world_size)
-    actual = record_run(point, Scenario(twice, out_of_memory_first), "fsdp_c", rank, world_size)
-    assert_same_record(point, expected, actual)
+    """Composer calls it after an out-of-memory error. Here the backward raises between the two contributions to
+    each gradient.
+    """
+
+    def fail(grad: Tensor) -> None:
+        raise MemoryError("out of memory")
+
+    states = []
+    for fails in (False, True):
+        model = sharded(strategy=strategy, use_orig_params=use_orig_params)
+        if fails:
+            output = model(batch(rank, 1))
+            output.register_hook(fail)
+            with pytest.raises(MemoryError):
+                model(output).sum().backward()
+            _post_backward_final_callback(model, model)
+            model.zero_grad()
+        train(model, torch.optim.AdamW(model.parameters(), lr=0.1), seed=rank)
+        states.append(full_state(model))
+    assert_same(*states)

@@ -1,8 +1,7 @@
 """HYBRID_SHARD and _HYBRID_SHARD_ZERO2 on four ranks: shards inside a pair of ranks, replicas across the
 pairs.
 
-Results are bitwise torch's FSDP1's, however the groups are passed. With one rank per sharding group,
-upstream's replicas drift apart and fsdp_c's do not.
+Results are bitwise torch's FSDP1's, however the groups are passed.
 """
 
 from __future__ import annotations
@@ -144,6 +143,3 @@ def test_mixed_strategies_equal_torch(
 ) -> None:
     point = Point(build.__name__, "HYBRID_SHARD", use_orig_params=use_orig_params)
     compare(point, Scenario(build, no_sync_step), rank, world_size)
-
-
-# ------------------------------------------------------------------ one rank per sharding group

@@ -110,21 +110,6 @@ def test_a_step_holds_no_more_units_than_its_strategy_allows(case: str, use_orig
 
 
 @both_views
-@on_ranks(2)
-def test_full_shard_frees_units_in_no_sync_and_shard_grad_op_keeps_them(
-    use_orig_params: bool,
-) -> None:
-    for strategy, kept in (("FULL_SHARD", 0), ("SHARD_GRAD_OP", ALL)):
-        meter = Meter()
-        model = build(strategy, use_orig_params=use_orig_params)
-        with model.no_sync():
-            model(batch()).sum().backward()
-        assert meter.live() == kept, strategy
-        model(batch()).sum().backward()
-        assert meter.live() == 0, strategy
-
-
-@both_views
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
 def test_forward_without_gradients_leaves_nothing_gathered(strategy: str, use_orig_params: bool) -> None:

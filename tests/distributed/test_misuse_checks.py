@@ -92,22 +92,12 @@ def test_a_parameter_that_is_registered_between_steps_is_refused(rank: int, use_
 
 
 @on_ranks(2)
-def test_another_model_that_is_wrapped_costs_no_further_check(rank: int) -> None:
-    model = wrapped()
-    backward(model, rank)
-    backward(model, rank)
-    runtime = model._unit.runtime
-    assert not runtime.unchecked
-    backward(wrapped(), rank)
-    assert not runtime.unchecked
-
-
-@on_ranks(2)
-def test_modules_made_elsewhere_cost_no_further_check(rank: int) -> None:
+def test_only_a_registration_in_the_model_costs_a_further_check(rank: int) -> None:
     model = wrapped()
     backward(model, rank)
     runtime = model._unit.runtime
     nn.Sequential(nn.Linear(2, 2))
+    backward(wrapped(), rank)
     assert not runtime.unchecked
     model.module.added = nn.Identity()
     assert runtime.unchecked
@@ -303,29 +293,6 @@ def test_parameters_in_low_precision_that_are_stepped_without_masters_are_told_o
 
 
 # ----------------------------------------------------------------- torch's clipping
-
-
-def clip_apart(model: nn.Module) -> Tensor:
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-
-
-@pytest.mark.parametrize("kind", [TorchFSDP, FSDP])
-@both_views
-@on_ranks(2)
-def test_torchs_clipping_clips_each_rank_by_its_own_norm(
-    rank: int, world_size: int, use_orig_params: bool, kind: Any
-) -> None:
-    model = wrapped(kind, use_orig_params=use_orig_params)
-    backward(model, rank)
-    told = pytest.warns(
-        UserWarning, match=rf"rank {rank}, unit Net: .*Call model.clip_grad_norm_\(max_norm\)"
-    )
-    with told if kind is FSDP else contextlib.nullcontext() as record:
-        norm = clip_apart(model)
-    norms = [torch.empty_like(norm) for _ in range(world_size)]
-    dist.all_gather(norms, norm)
-    assert not torch.equal(*norms)
-    assert not record or record[0].filename == __file__
 
 
 @contextlib.contextmanager
