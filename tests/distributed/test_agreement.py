@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding import agreement
+from fsdp_c.sharding.sharded_module import units_with_paths
 from tests.models import WIDTH, Net
 from tests.ranks import device, on_ranks
 from tests.training import PER_BLOCK, wrap
@@ -151,6 +152,15 @@ def test_sync_module_states_on_some_ranks_only_is_refused(
     model(X)
 
 
+@on_ranks(2)
+def test_units_over_part_of_the_ranks_may_differ(rank: int, world_size: int) -> None:
+    """Each rank has an expert of its own size, in a group of one rank."""
+    groups = [dist.new_group([other]) for other in range(world_size)]
+    expert = nn.Sequential(nn.Linear(WIDTH, 3 + rank), nn.Linear(3 + rank, WIDTH))
+    model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), wrap(expert, process_group=groups[rank])))
+    model(X).sum().backward()
+
+
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
 def test_plans_are_compared_once_and_again_after_a_change(strategy: str) -> None:
@@ -181,10 +191,14 @@ def test_reading_parameters_compares_nothing(rank: int) -> None:
     model(X)
 
 
-@on_ranks(1)
-def test_one_rank_compares_nothing() -> None:
-    net = Net()
-    expected = net(X)
-    with mock.patch.object(agreement, "_gather") as gather:
-        assert torch.equal(per_block(net)(X), expected)
-    assert not gather.called
+@on_ranks(2)
+def test_a_group_without_peers_agrees(rank: int, world_size: int) -> None:
+    model, heard = (per_block(Net(3 + rank)) for _ in range(2))
+    garbage = [
+        bytes([other]) * agreement.DIGEST_NBYTES for other in range(world_size)
+    ]  # uninitialized memory
+    with mock.patch.object(agreement, "_gather", return_value=garbage) as gather:
+        agreement.agree(model, list(units_with_paths(model)), None)
+    assert gather.called
+    with pytest.raises(RuntimeError, match="on rank 1"):  # the plans do differ
+        agreement.agree(heard, list(units_with_paths(heard)), None)

@@ -292,16 +292,3 @@ def test_ddp_that_ignores_the_units_is_allowed(rank: int) -> None:
     usual = wrapped(units=False)
     (model[1](usual(inputs_of(rank))).float().square().mean()).backward()
     assert_same(gradients(inner), gradients(usual))
-
-
-@own_ranks
-def test_hooks_on_the_accumulation_node_find_the_gradient_of_a_unit_that_is_alone(rank: int) -> None:
-    model, expected = wrapped(alone=True, units=False), plain()
-    (param,) = model.parameters()
-    node = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    seen = []
-    node.register_hook(lambda *_: seen.append(None if param.grad is None else param.grad.clone()))
-    for step in range(2):
-        for each in (model, expected):
-            loss_of(each, rank, step).backward()
-        torch.testing.assert_close(seen[step], flat(expected), rtol=1e-6, atol=1e-7)

@@ -68,24 +68,3 @@ def test_compiled_training_equals_eager_and_compiles_once(rank, where):
     assert losses(where, rank) == eager
     # blocks share their code; layers around them may add a graph each, but steps add none
     assert 1 <= graphs["unique_graphs"] - before <= 3
-
-
-@on_ranks(2)
-def test_only_code_of_the_user_is_compiled(rank):
-    from torch._dynamo import utils
-
-    losses("outside", rank)
-    utils.clear_compilation_metrics()
-    losses("outside", rank)
-    tried = {(one.co_filename, one.co_name) for one in utils.get_compilation_metrics() if one.co_filename}
-    assert {file for file, _ in tried if not file.startswith(torch.__path__[0])} == {__file__}, tried
-
-
-@on_ranks(2)
-def test_our_frames_are_skipped_by_dynamo():
-    from torch._dynamo.trace_rules import check_file
-
-    FSDP(nn.Linear(2, 2))
-    import fsdp_c.fully_sharded_data_parallel as ours
-
-    assert check_file(ours.__file__).skipped

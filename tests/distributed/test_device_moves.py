@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c._runtime_utils import _lazy_init
-from tests.models import WIDTH, Net
+from tests.models import WIDTH
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.training import batch, sharded
 
@@ -227,26 +227,6 @@ def test_move_to_the_same_device_changes_no_backward(rank: int, use_orig_params:
 
 
 # ----------------------------------------------------------------- layer by layer
-
-
-@pytest.mark.parametrize("after", [False, None])
-@on_ranks(2)
-def test_units_summoned_one_by_one_do_not_become_roots(rank: int, after: bool | None) -> None:
-    """Libraries collect LoRA weights so: they summon each inner unit, and set its ``_is_root``."""
-    model, whole = build(), {}
-    for name, unit in model.module.named_modules():
-        if isinstance(unit, FSDP):
-            with FSDP.summon_full_params(unit, writeback=False):
-                whole |= {f"{name}.{key}": value.clone() for key, value in unit.module.state_dict().items()}
-                unit._is_root = after
-            assert unit._is_root is after
-    loss_of(model, rank, 0).backward()
-    assert [unit._is_root for unit in FSDP.fsdp_modules(model)] == [True] + [False] * (
-        len(model._all_fsdp_states) - 1
-    )
-    assert whole and {key: value.shape for key, value in whole.items()} == {
-        key: value.shape for key, value in Net(tied=True).state_dict().items() if key in whole
-    }
 
 
 @on_ranks(2)

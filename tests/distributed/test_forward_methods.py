@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import register_forward_method
@@ -107,13 +106,6 @@ def test_parameters_are_resharded_after_the_method_and_after_its_exception(rank:
         model.fail(batch(rank))
     assert all(handle.unsharded_nbytes == 0 for handle in model._all_handles)
     assert torch.equal(model(batch(rank)), plain()(batch(rank)))
-
-
-@on_ranks(2)
-def test_registered_method_runs_in_the_compute_dtype(rank: int) -> None:
-    model = build(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    register_forward_method(model, "encode")
-    assert model.encode(batch(rank)).dtype is torch.bfloat16
 
 
 @both_views

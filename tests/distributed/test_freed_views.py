@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.ranks import both_views, device, on_ranks
-from tests.training import assert_same, full_state, wrap
+from tests.training import wrap
 
 WIDTH = 8
 # the last is the error of the simulated GPU for a freed storage
@@ -150,15 +150,6 @@ def test_kept_views_are_refused_by_name_and_tensors_derived_from_them_raise(
 
 @both_views
 @on_ranks(2)
-def test_parameters_kept_from_summon_full_params_raise_after_it(rank: int, use_orig_params: bool) -> None:
-    model = build(use_orig_params)
-    with FSDP.summon_full_params(model):
-        kept = {name: param.detach() for name, param in model.named_parameters()}
-    assert_raising({name: tensor for name, tensor in kept.items() if tensor.dim() == 2})
-
-
-@both_views
-@on_ranks(2)
 def test_kept_views_under_mixed_precision_are_refused(rank: int, use_orig_params: bool) -> None:
     model = build(use_orig_params, mixed_precision=MixedPrecision(torch.bfloat16))
     model(batch(rank)).sum().backward()
@@ -213,24 +204,6 @@ def test_views_are_plain_tensors_in_forwards_and_whole_in_summon_full_params(
         with FSDP.summon_full_params(model), torch.no_grad():
             model.module.scale.clamp_(0.25, 1)
     assert types == [[Tensor, Tensor]] * 3
-
-
-@both_views
-@on_ranks(2)
-def test_a_step_after_an_error_has_the_bits_of_one_without(rank: int, use_orig_params: bool) -> None:
-    results = []
-    for looks in (False, True):
-        model = build(use_orig_params)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        for _ in range(3):
-            model(batch(rank)).square().sum().backward()
-            if looks:
-                assert_refused(model.module.kept, rank)
-                assert_raising(model.module.derived)
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(full_state(model))
-    assert_same(*results)
 
 
 @on_ranks(2)

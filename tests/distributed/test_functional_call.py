@@ -12,18 +12,47 @@ import pytest
 import torch
 import torch.nn.utils as nn_utils
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune, stateless
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from tests.distributed.test_reshard import LARGE, WIDTH, Net, batch, full, plain
-from tests.distributed.test_reshard import wrap as wrap_per_block
-from tests.ranks import all_strategies, both_views, on_ranks
+from fsdp_c.wrap import ModuleWrapPolicy
+from tests.distributed.test_reshard import LARGE, WIDTH, batch, full
+from tests.ranks import all_strategies, both_views, device, on_ranks
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.block, self.last = nn.Linear(width, width), Block(width), nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(self.first(x)))
+
+
+def plain(width: int = WIDTH) -> Net:
+    return Net(width).to(device(), torch.float64)
 
 
 def wrap(module: nn.Module, strategy: str = "FULL_SHARD", **arguments: Any) -> FSDP:
-    return wrap_per_block(module, strategy, **arguments)
+    arguments = {"use_orig_params": True, "device_id": device()} | arguments
+    return FSDP(
+        module,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy[strategy],
+        **arguments,
+    )
 
 
 def evaluated(model: nn.Module, width: int = WIDTH) -> Tensor:
@@ -155,7 +184,7 @@ def test_functional_call_is_refused_with_mixed_precision_offload_and_segments(ra
 
     def mixed() -> Net:
         net = plain()
-        net.head.float()
+        net.first.float()
         return net
 
     model = wrap(mixed())
@@ -226,7 +255,7 @@ def test_a_parameter_that_is_assigned_is_no_swap(strategy: str) -> None:
     model, expected = wrap(plain(), strategy), plain()
     for _ in range(2):
         for one in (model, expected):
-            last = one.head
+            last = one.last
             for factor in (3, 2):
                 last.weight = nn.Parameter(last.weight.detach() * factor)
             bias = last.bias
@@ -396,8 +425,8 @@ def test_parametrizations_work_before_wrapping_and_are_refused_after_it(rank: in
             models = []
             for wrapped in (True, False):
                 net = plain()
-                compute(net.head)
-                compute(net.a)
+                compute(net.first)
+                compute(net.block.inner)
                 models.append(wrap(net, strategy, use_orig_params=use_orig_params) if wrapped else net)
                 train(models[-1], steps=2)
             torch.testing.assert_close(evaluated(models[0]), evaluated(models[1]))
@@ -405,7 +434,7 @@ def test_parametrizations_work_before_wrapping_and_are_refused_after_it(rank: in
         for steps in (0, 1):
             model = wrap(plain(), strategy)
             train(model, steps)
-            compute(model.a.module)
-            where = f"rank {rank}, unit Block at 'a'"
-            with pytest.raises(RuntimeError, match=f"{where}: weight was taken .*before wrapping"):
+            compute(model.block.module.inner)
+            where = f"rank {rank}, unit Block at 'block'"
+            with pytest.raises(RuntimeError, match=f"{where}: inner.weight was taken .*before wrapping"):
                 model(batch())

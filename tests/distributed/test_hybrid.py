@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -98,21 +97,11 @@ def test_groups_by_node_equal_the_explicit_pair(rank: int, world_size: int) -> N
     assert_same_record(point, expected, actual)
 
 
-@pytest.mark.parametrize("replicas", [1, 4])
 @on_ranks(4)
-def test_a_replicate_group_of_one_and_one_of_all_equal_torch(
-    rank: int, world_size: int, replicas: int
-) -> None:
-    """(1, 4) is plain sharding in torch too. (4, 1) is DDP; its reference is torch's NO_SHARD."""
+def test_a_replicate_group_of_one_equals_torch(rank: int, world_size: int) -> None:
+    """(1, 4) is plain sharding in torch too. For shard groups of one see tests/parity/test_differences.py."""
     point = Point("degenerate", "HYBRID_SHARD", use_orig_params=False)
-    build = hybrid(process_group=groups(replicas, world_size // replicas))
-    if replicas == 1:
-        compare(point, Scenario(build, plain_step), rank, world_size)
-        return
-    plain = replace(point, strategy="NO_SHARD")
-    expected = record_run(plain, Scenario(hybrid(process_group=None), plain_step), "torch", rank, world_size)
-    actual = record_run(point, Scenario(build, plain_step), "fsdp_c", rank, world_size)
-    assert_same_record(point, expected, actual)
+    compare(point, Scenario(hybrid(process_group=groups(1, world_size)), plain_step), rank, world_size)
 
 
 def mixed_by_policy(run: Run) -> nn.Module:

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_c.sharding import materialization
 from fsdp_c.sharding.traversal import Subtree
 from tests.models import WIDTH
 from tests.parity.engine import implementation
-from tests.ranks import both_views, device, on_ranks
-from tests.training import PER_BLOCK, batch, plain
+from tests.ranks import device, on_ranks
+from tests.training import PER_BLOCK, plain
 
 
 def wrap(module: nn.Module, which: str = "fsdp_c", **arguments: Any) -> Any:
@@ -60,34 +59,6 @@ def test_meta_buffers_of_ignored_modules_are_not_initialised(ignored: bool) -> N
     arguments = {"ignored_modules": [model.blocks[0]]} if ignored else {}
     wrap(model, auto_wrap_policy=None, param_init_fn=param_init_fn, **arguments)
     assert bool(called) != ignored
-
-
-@both_views
-@on_ranks(2)
-def test_parameters_upcast_before_the_first_forward_train_as_in_torch(
-    rank: int, use_orig_params: bool
-) -> None:
-    """accelerate replaces the data of flat parameters and sets the handle's dtype."""
-    found = []
-    for which in ("torch", "fsdp_c"):
-        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        model = wrap(plain().bfloat16(), which, use_orig_params=use_orig_params, mixed_precision=precision)
-        for unit in type(model).fsdp_modules(model):
-            if unit._has_params:
-                unit._flat_param.data = unit._flat_param.data.to(torch.float32)
-                unit._handle._orig_param_dtype = torch.float32
-        optimizer = torch.optim.SGD([unit._flat_param for unit in type(model).fsdp_modules(model)], lr=0.1)
-        losses = []
-        for _ in range(3):
-            loss = model(batch(rank)).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            model.zero_grad()
-            losses.append(loss.detach())
-        assert {unit._flat_param.dtype for unit in type(model).fsdp_modules(model)} == {torch.float32}
-        found.append((losses, [unit._flat_param.detach() for unit in type(model).fsdp_modules(model)]))
-    for expected, actual in zip(*found, strict=True):
-        assert all(map(torch.equal, expected, actual))
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["with parameters", "without"])

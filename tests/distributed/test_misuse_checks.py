@@ -138,26 +138,7 @@ def ignoring_head(by_module: bool) -> tuple[Net, Any]:
     return net, wrapped(net=net, ignored_states=[net.head] if by_module else list(net.head.parameters()))
 
 
-by_module_or_parameters = pytest.mark.parametrize("by_module", [True, False], ids=["module", "parameters"])
-
-
-@by_module_or_parameters
-@on_ranks(2)
-def test_what_is_ignored_and_averaged_by_a_hook_may_train_outside_of_units(
-    rank: int, by_module: bool
-) -> None:
-    net, model = ignoring_head(by_module)
-    for param in net.head.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad, dist.ReduceOp.AVG))
-    with nothing_told():
-        backward(model, rank)
-        assert net.head.weight.grad is not None
-        if by_module:
-            net.head.extra = nn.Linear(3, 3)
-        backward(model, rank)
-
-
-@by_module_or_parameters
+@pytest.mark.parametrize("by_module", [True, False], ids=["module", "parameters"])
 @on_ranks(2)
 def test_what_is_ignored_and_trained_is_told_by_name_in_the_first_step_alone(
     rank: int, world_size: int, by_module: bool
@@ -293,6 +274,25 @@ def test_parameters_in_low_precision_that_are_stepped_without_masters_are_told_o
 
 
 # ----------------------------------------------------------------- torch's clipping
+
+
+@pytest.mark.parametrize("kind", [TorchFSDP, FSDP])
+@both_views
+@on_ranks(2)
+def test_torchs_clipping_clips_each_rank_by_its_own_norm(
+    rank: int, world_size: int, use_orig_params: bool, kind: Any
+) -> None:
+    model = wrapped(kind, use_orig_params=use_orig_params)
+    backward(model, rank)
+    told = pytest.warns(
+        UserWarning, match=rf"rank {rank}, unit Net: .*Call model.clip_grad_norm_\(max_norm\)"
+    )
+    with told if kind is FSDP else contextlib.nullcontext() as record:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    norms = [torch.empty_like(norm) for _ in range(world_size)]
+    dist.all_gather(norms, norm)
+    assert not torch.equal(*norms)
+    assert not record or record[0].filename == __file__
 
 
 @contextlib.contextmanager
@@ -447,17 +447,6 @@ def test_a_fast_path_that_reads_past_its_units_names_unit_and_remedy(
         match="are sharded now, outside of the forward of their unit.*or the module that reads them",
     ):
         encoder(nn.Linear, use_orig_params).train()(x)
-
-
-class Failing(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        raise RuntimeError("a shape is wrong")
-
-
-@on_ranks(2)
-def test_other_errors_of_a_module_around_units_are_left_alone() -> None:
-    with pytest.raises(RuntimeError, match="^a shape is wrong$"):
-        wrapped(net=Failing(Block()))(torch.ones(1, WIDTH))
 
 
 class Waiting(nn.Linear):
