@@ -12,21 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import ShardingStrategy
 
 from tests.collectives import ALL_GATHER, REDUCE_SCATTER
-from tests.parity.engine import implementation
 from tests.ranks import device, on_ranks
+from tests.training import wrap
 
 GATHER, REDUCE = "FSDP_USE_FAKE_ALL_GATHER", "FSDP_USE_FAKE_REDUCE"
 COLLECTIVES = {"gather": ALL_GATHER, "scatter": REDUCE_SCATTER, "reduce": "all_reduce"}
 
 
-def wrap(strategy: str = "FULL_SHARD", **changes: Any) -> Any:
-    torch.manual_seed(4)
-    return implementation("fsdp_c")(
-        nn.Linear(3, 2), device_id=device(), sharding_strategy=ShardingStrategy[strategy], **changes
-    )
+def linear(strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
+    return wrap(nn.Linear(3, 2), strategy=strategy, use_orig_params=False, **arguments)
 
 
 def backward(model: nn.Module) -> None:
@@ -56,7 +52,7 @@ def fakes(run: Callable[[], None]) -> dict[str, list[bool]]:
 @on_ranks(2)
 def test_only_the_value_one_at_construction_fakes_a_collective(gather: str, reduce: str) -> None:
     with mock.patch.dict("os.environ", {GATHER: gather, REDUCE: reduce}):
-        model = wrap()
+        model = linear()
     assert fakes(lambda: backward(model)) == {"gather": [gather == "1"], "scatter": [reduce == "1"]}
     assert model._handle._use_fake_all_gather is (gather == "1")
     assert model._handle._use_fake_reduce is (reduce == "1")
@@ -66,7 +62,7 @@ def test_only_the_value_one_at_construction_fakes_a_collective(gather: str, redu
 def test_all_reduces_stay_real() -> None:
     mesh = DeviceMesh(device().type, torch.arange(2, device="cpu").view(2, 1))
     with mock.patch.dict("os.environ", {GATHER: "1", REDUCE: "1"}):
-        models = wrap("NO_SHARD"), wrap("HYBRID_SHARD", device_mesh=mesh)
+        models = linear("NO_SHARD"), linear("HYBRID_SHARD", device_mesh=mesh)
     for model in models:
         assert fakes(lambda model=model: backward(model)) == {"reduce": [False]}
 
@@ -74,7 +70,7 @@ def test_all_reduces_stay_real() -> None:
 @on_ranks(2)
 def test_a_fake_all_gather_repeats_the_local_shard() -> None:
     with mock.patch.dict("os.environ", {GATHER: "1"}):
-        model = wrap()
+        model = linear()
     with model.summon_full_params(model):
         first, second = torch.cat([model.module.weight.flatten(), model.module.bias]).chunk(2)
         assert torch.equal(first, second)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -11,14 +9,8 @@ from torch import nn
 from fsdp_c.sharding import materialization
 from fsdp_c.sharding.traversal import Subtree
 from tests.models import WIDTH
-from tests.parity.engine import implementation
-from tests.ranks import device, on_ranks
-from tests.training import PER_BLOCK, plain
-
-
-def wrap(module: nn.Module, which: str = "fsdp_c", **arguments: Any) -> Any:
-    defaults = {"device_id": device(), "use_orig_params": True, "auto_wrap_policy": PER_BLOCK}
-    return implementation(which)(module, **(defaults | arguments))
+from tests.ranks import on_ranks
+from tests.training import plain, wrap
 
 
 @on_ranks(2)
@@ -28,7 +20,7 @@ def test_only_own_tensors_that_are_on_the_cpu_are_moved() -> None:
     """
     with torch.device("cpu"):
         model = plain(blocks=2)
-    model.blocks[0] = wrap(model.blocks[0], auto_wrap_policy=None)
+    model.blocks[0] = wrap(model.blocks[0])
     model.inp = nn.Linear(WIDTH, WIDTH, device="meta")
     model.register_buffer("own", torch.ones(1, device="cpu"))
     for param in model.head.parameters():
@@ -57,7 +49,7 @@ def test_meta_buffers_of_ignored_modules_are_not_initialised(ignored: bool) -> N
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
 
     arguments = {"ignored_modules": [model.blocks[0]]} if ignored else {}
-    wrap(model, auto_wrap_policy=None, param_init_fn=param_init_fn, **arguments)
+    wrap(model, param_init_fn=param_init_fn, **arguments)
     assert bool(called) != ignored
 
 
@@ -66,8 +58,6 @@ def test_meta_buffers_of_ignored_modules_are_not_initialised(ignored: bool) -> N
 def test_a_root_moves_the_inputs_to_where_its_tree_computes(own: bool) -> None:
     """Also a root whose parameters all belong to inner units."""
     inner = wrap(nn.Linear(WIDTH, WIDTH))
-    model = wrap(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), inner) if own else nn.Sequential(inner), auto_wrap_policy=None
-    )
+    model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), inner) if own else nn.Sequential(inner))
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         model(torch.ones(2, WIDTH, device="meta"))

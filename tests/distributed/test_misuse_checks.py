@@ -223,11 +223,6 @@ def test_an_optimizer_of_the_meta_device_is_told(rank: int) -> None:
         optimizer.step()
 
 
-def made_after(net: nn.Module, stale: torch.optim.Optimizer) -> Any:
-    model = wrapped(net=net)
-    return model, torch.optim.SGD(model.parameters(), lr=1.0)
-
-
 def swapped(net: nn.Module, stale: torch.optim.Optimizer) -> Any:
     """Wrap the model and put its parameters into an existing optimizer, like Accelerate."""
     model = wrapped(net=net)
@@ -239,7 +234,7 @@ def of_original_parameters(net: nn.Module, stale: torch.optim.Optimizer) -> Any:
     return wrapped(net=net, use_orig_params=True), stale
 
 
-@pytest.mark.parametrize("way", [made_after, swapped, of_original_parameters])
+@pytest.mark.parametrize("way", [swapped, of_original_parameters])
 @on_ranks(2)
 def test_an_optimizer_that_holds_what_is_trained_is_no_mistake(
     rank: int, way: Callable[[nn.Module, torch.optim.Optimizer], Any]

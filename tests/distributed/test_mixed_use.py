@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FullOptimStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 import fsdp_c
+from tests.distributed.test_dcp_state_dict import assert_same_state
 from tests.models import WIDTH
 from tests.ranks import both_views, device, on_ranks
 
@@ -125,25 +126,17 @@ def test_torchs_optimizer_state_is_ours(use_orig_params: bool) -> None:
         given, expected = (
             one.optim_state_dict(trained.model, trained.optimizer) for one in (TorchFSDP, FSDP)
         )
-        assert_equal(given, expected)
+        assert_same_state((), expected, given)
         assert devices(given) == devices(expected)
         given, expected = (
             one.optim_state_dict_to_load(trained.model, trained.optimizer, expected)
             for one in (TorchFSDP, FSDP)
         )
-        assert_equal(given, expected)
+        assert_same_state((), expected, given)
 
 
 def devices(saved: dict[str, Any]) -> list[torch.device]:
     return [value.device for state in saved["state"].values() for _, value in sorted(state.items())]
-
-
-def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert given["state"].keys() == expected["state"].keys()
-    assert given["param_groups"] == expected["param_groups"]
-    for key, state in expected["state"].items():
-        for name, value in state.items():
-            assert torch.equal(given["state"][key][name].to(value.device), value), (key, name)
 
 
 @on_ranks(2, label="installs")  # refused where other tests have live units of torch
