@@ -1,4 +1,4 @@
-"""Counts and order of the collectives of a step, beside those of torch.
+"""The order of the collectives of a step, beside that of torch.
 
 Collectives are recorded by replacing functions of ``torch.distributed``. Such a replacement is itself under test: it
 is called in place of the native path.
@@ -6,6 +6,7 @@ is called in place of the native path.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -88,39 +89,6 @@ def counted(seen: list[Any]) -> dict[str, int]:
     return dict(Counter(kind for kind, _ in seen))
 
 
-both = pytest.mark.parametrize("which", ["torch", "fsdp_c"])
-
-# ----------------------------------------------------------------- counts
-
-FORWARD = {"FULL_SHARD": {"AG": 4}, "SHARD_GRAD_OP": {"AG": 4}, "NO_SHARD": {}}
-BACKWARD = {"FULL_SHARD": {"AG": 3, "RS": 4}, "SHARD_GRAD_OP": {"RS": 4}, "NO_SHARD": {"AR": 4}}
-NO_SYNC = {"FULL_SHARD": {"AG": 7}, "SHARD_GRAD_OP": {"AG": 4}, "NO_SHARD": {}}
-SYNC_AFTER_NO_SYNC = {"FULL_SHARD": {"AG": 7, "RS": 4}, "SHARD_GRAD_OP": {"RS": 4}, "NO_SHARD": {"AR": 4}}
-
-
-@both
-@both_views
-@all_strategies
-@on_ranks(2)
-def test_collectives_of_forward_backward_and_no_sync_per_strategy(
-    rank: int, strategy: str, use_orig_params: bool, which: str
-) -> None:
-    model = build(which, strategy, use_orig_params=use_orig_params)
-    for _ in range(3):
-        with calls() as seen:
-            loss = model(batch(rank)).sum()
-        assert counted(seen) == FORWARD[strategy]
-        with calls() as seen:
-            loss.backward()
-        assert counted(seen) == BACKWARD[strategy]
-    with calls() as seen, model.no_sync():
-        step(model, rank)
-    assert counted(seen) == NO_SYNC[strategy]
-    with calls() as seen:
-        step(model, rank)
-    assert counted(seen) == SYNC_AFTER_NO_SYNC[strategy]
-
-
 # ----------------------------------------------------------------- replacements
 
 
@@ -180,7 +148,9 @@ def test_replacements_that_pass_through_change_no_bit_and_can_be_removed(rank: i
 
 
 def orders(which: str, rank: int, **arguments: Any) -> list[list[Any]]:
-    """Return, for each of three steps, the collectives and the layers' forwards and backwards in order."""
+    """Return, for each of four steps, the third in no_sync, the collectives and the layers' forwards and backwards in
+    order.
+    """
     model = build(which, **arguments)
     steps = []
     with calls() as seen:
@@ -191,9 +161,10 @@ def orders(which: str, rank: int, **arguments: Any) -> list[list[Any]]:
         for index, layer in enumerate([model.module.first, *(unit.module for unit in model.module.layers)]):
             layer.register_forward_hook(note("forward", index))
             layer.register_full_backward_hook(note("backward", index))
-        for _ in range(3):
+        for index in range(4):
             seen.clear()
-            step(model, rank)
+            with model.no_sync() if index == 2 else contextlib.nullcontext():
+                step(model, rank)
             steps.append(list(seen))
     return steps
 
@@ -213,9 +184,13 @@ PREFETCH: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mode", PREFETCH)
 @all_strategies
+@both_views
 @on_ranks(2)
-def test_collectives_and_computation_are_in_the_order_of_torch(rank: int, strategy: str, mode: str) -> None:
-    found = {which: orders(which, rank, strategy=strategy, **PREFETCH[mode]) for which in ("torch", "fsdp_c")}
+def test_collectives_and_computation_are_in_the_order_of_torch(
+    rank: int, use_orig_params: bool, strategy: str, mode: str
+) -> None:
+    options = {"strategy": strategy, "use_orig_params": use_orig_params} | PREFETCH[mode]
+    found = {which: orders(which, rank, **options) for which in ("torch", "fsdp_c")}
     # torch's views of a prefetched unit come early in the graph, so it reduces a layer late
     if mode == "forward":
         assert [sorted(one) for one in found["fsdp_c"]] == [sorted(one) for one in found["torch"]]

@@ -1,4 +1,4 @@
-"""get_state_dict and set_state_dict of torch.distributed.checkpoint, with every option, compared with torch's
+"""get_state_dict and set_state_dict of torch.distributed.checkpoint, with their options, compared with torch's
 FSDP1.
 
 After ``fsdp_c.install()`` they find our class under torch's name; these tests patch it in.
@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -126,19 +125,3 @@ def test_rank_0_alone_loads_and_the_others_receive(rank, use_orig_params):
         )
     assert_same_state((), expected[0], actual[0])
     assert_same_state((), expected[1]["state"], actual[1]["state"])
-
-
-@on_ranks(2)
-def test_state_of_a_submodule_keeps_its_prefix_on_request():
-    got = []
-    for which in ("torch", "fsdp_c"):
-        model, _ = built(which, True)
-        inner = model.module.blocks[1]
-        with seen_as_fsdp(which):
-            for keep in (False, True):
-                options = StateDictOptions(keep_submodule_prefixes=keep, full_state_dict=True)
-                got.append(get_model_state_dict(model, submodules={inner}, options=options))
-    assert_same_state((), got[0], got[2])
-    assert_same_state((), got[1], got[3])
-    assert all(name.startswith("blocks.1.") for name in got[3])
-    assert got[2] and not any(name.startswith("blocks") for name in got[2])

@@ -164,26 +164,6 @@ def test_what_is_ignored_and_trained_is_told_by_name_in_the_first_step_alone(
         backward(model, rank)
 
 
-class Unused(Net):
-    """Has a parameter that no forward uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(2, 2)
-
-
-@on_ranks(2)
-def test_what_is_ignored_and_frozen_unused_or_averaged_by_ddp_is_not_told(rank: int) -> None:
-    net = Unused().to(device())
-    net.blocks[0].requires_grad_(False)
-    ignored = [net.unused, net.blocks[0], net.head]
-    net.head = nn.parallel.DistributedDataParallel(net.head)
-    model = wrapped(net=net, ignored_states=ignored)
-    with nothing_told():
-        backward(model, rank)
-    assert net.head.module.weight.grad is not None
-
-
 @on_ranks(2)
 def test_units_of_one_rank_have_nobody_to_drift_from(rank: int, world_size: int) -> None:
     groups = [dist.new_group([one]) for one in range(world_size)]
