@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import StateDictType
 
 from fsdp_c import FullyShardedDataParallel as FSDP
@@ -23,8 +22,9 @@ from tests.distributed.test_checkpoint import (
 )
 from tests.distributed.test_checkpoint_files import state_of
 from tests.distributed.test_state_dict import wrap
-from tests.models import WIDTH, Net
+from tests.models import WIDTH
 from tests.ranks import both_views, device, on_ranks
+from tests.training import plain
 
 Trained = tuple[Any, torch.optim.Optimizer]
 
@@ -41,11 +41,6 @@ def meta_by_default() -> Iterator[None]:
         torch.set_default_device(None)
 
 
-def plain(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return Net(2, tied=True)
-
-
 def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
     for step in range(2):
         batch = torch.full((3, WIDTH), 1.0 + step + dist.get_rank(), device=device())
@@ -55,9 +50,9 @@ def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def trained(seed: int, use_orig_params: bool) -> Trained:
+def trained(use_orig_params: bool) -> Trained:
     """Train before the default device changes: torch's AdamW creates its step counts on the default device."""
-    model = wrap(plain(seed), use_orig_params)
+    model = wrap(plain(blocks=2, tied=True), use_orig_params)
     optimizer = adamw(model, groups=1)
     train(model, optimizer)
     return model, optimizer
@@ -79,7 +74,7 @@ def load_state(into: Trained, state: dict[str, Any], kind: str) -> None:
 @on_ranks(2)
 def test_training_saving_and_loading_are_the_same(rank: int, use_orig_params: bool) -> None:
     folder = folder_of_ranks()
-    (model, optimizer), as_usual, into = (trained(seed, use_orig_params) for seed in (0, 0, 1))
+    (model, optimizer), as_usual, into = (trained(use_orig_params) for _ in range(3))
     train(*as_usual)
     actual = {}
     with meta_by_default():
