@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.models import Block, Net
 from tests.parity.engine import Point, Run, Scenario, assert_same_record, compare, record_run
@@ -104,18 +104,7 @@ def test_a_replicate_group_of_one_equals_torch(rank: int, world_size: int) -> No
     compare(point, Scenario(hybrid(process_group=groups(1, world_size)), plain_step), rank, world_size)
 
 
-def mixed_by_policy(run: Run) -> nn.Module:
-    """Mix both hybrid strategies in one tree by a policy."""
-
-    def choose(module: nn.Module) -> bool | dict[str, Any]:
-        if isinstance(module, Block):
-            return {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}
-        return isinstance(module, nn.LayerNorm)
-
-    return run.wrap(Net(), auto_wrap_policy=CustomPolicy(choose), process_group=groups(2, 2))
-
-
-def mixed_by_hand(run: Run) -> nn.Module:
+def mixed(run: Run) -> nn.Module:
     """Wrap a hybrid root around units that are sharded over all ranks, over a pair, and not at all."""
     model = Net()
     others = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -124,11 +113,8 @@ def mixed_by_hand(run: Run) -> nn.Module:
     return run.wrap(model, process_group=groups(2, 2))
 
 
-@pytest.mark.parametrize("build", [mixed_by_policy, mixed_by_hand])
 @both_views
 @on_ranks(4)
-def test_mixed_strategies_equal_torch(
-    rank: int, world_size: int, use_orig_params: bool, build: Callable[[Run], nn.Module]
-) -> None:
-    point = Point(build.__name__, "HYBRID_SHARD", use_orig_params=use_orig_params)
-    compare(point, Scenario(build, no_sync_step), rank, world_size)
+def test_mixed_strategies_equal_torch(rank: int, world_size: int, use_orig_params: bool) -> None:
+    point = Point("mixed", "HYBRID_SHARD", use_orig_params=use_orig_params)
+    compare(point, Scenario(mixed, no_sync_step), rank, world_size)
