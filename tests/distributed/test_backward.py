@@ -293,12 +293,6 @@ def after_a_look_at_second_derivatives(model: Any, x: Tensor) -> Tensor:
     return output.square().mean() + slope.square().sum()
 
 
-def after_a_hessian_vector_product(model: Any, x: Tensor) -> Tensor:
-    product = (slope(model, x) * torch.linspace(-1, 1, WIDTH, dtype=x.dtype)).sum()
-    torch.autograd.grad(product, x, retain_graph=True)
-    return product
-
-
 def of_checkpointed_blocks(model: Any, x: Tensor) -> Tensor:
     net = getattr(model, "module", model)
     net.around = "nonreentrant"
@@ -320,7 +314,6 @@ PENALTIES = (
     beside_a_forward_without_some_units,
     of_second_derivatives,
     after_a_look_at_second_derivatives,
-    after_a_hessian_vector_product,
     of_checkpointed_blocks,
     after_one_that_is_dropped,
 )
