@@ -1,8 +1,11 @@
-"""Every CPU kernel gives bitwise torch's result: all dtypes, special values, strides and instruction sets."""
+"""Every CPU kernel gives bitwise torch's result: all dtypes, special values, strides and instruction sets. So do
+torch's operators in place of the kernels.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import random
 from collections.abc import Callable
@@ -12,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_c import _C  # registers the operators
+from fsdp_c import _C, operator_kernels
+from fsdp_c.tools import environment
 from fsdp_c.training.grad_clipping import _local_norm, scale
 
 OPS = torch.ops.fsdp_c
@@ -22,33 +26,9 @@ PAIRS = list(itertools.product(DTYPES, DTYPES))
 NUMELS = [0, 1, 7, 1024, 1031, 70_001]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SPECIAL = [
-    0.0,
-    -0.0,
-    math.inf,
-    -math.inf,
-    math.nan,
-    1.0,
-    -1.0,
-    1 / 3,
-    3e38,
-    65504.0,
-    65519.9,
-    65520.0,
-    65536.0,
-    1e-45,
-]
-SPECIAL += [
-    6.1e-5,
-    6.0e-8,
-    2.98e-8,
-    2.9803e-8,
-    8.9e-8,
-    1.17e-38,
-    9.2e-41,
-    1.00390625,
-    1.01171875,
-    2049.0,
-    2051.0,
+    *(0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 1 / 3, 3e38, 65504.0, 65519.9, 65520.0, 65536.0),
+    *(1e-45, 6.1e-5, 6.0e-8, 2.98e-8, 2.9803e-8, 8.9e-8, 1.17e-38, 9.2e-41, 1.00390625, 1.01171875),
+    *(2049.0, 2051.0),
 ]
 
 
@@ -79,6 +59,15 @@ def cast_divide(tensor: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
     return out.view(tensor.shape)
 
 
+@pytest.fixture(params=["kernels", "torch"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test with the kernels, and with torch's operators in their place."""
+    if request.param == "torch":
+        monkeypatch.setenv("FSDP_C_KERNELS", "torch")
+    assert bool(_C.why_no_kernels("cpu")) == (request.param == "torch")
+
+
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 @pytest.mark.parametrize("divisor", [1.0, 2.0, 3.3, 7.0])
 def test_cast_divide_rounds_as_cast_then_divide(
@@ -112,6 +101,7 @@ def test_cast_to_16_bits_around_every_tie(source: torch.dtype, target: torch.dty
         assert_same_bits(cast_divide(tensor, 1.0, target), tensor.to(target))
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 @pytest.mark.parametrize("divisor", [1.0, 3.3])
 def test_accumulate_rounds_quotient_cast_and_sum(
@@ -123,21 +113,6 @@ def test_accumulate_rounds_quotient_cast_and_sum(
         expected = accumulator + quotient.to(target)
         OPS.accumulate_shard(accumulator, shard, divisor)
         assert_same_bits(accumulator, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("number", [torch.float32, torch.float64], ids=str)
-# the last coefficient is next to a tie
-@pytest.mark.parametrize("coefficient", [0.3, 1.0, 0.0, math.nan, 1 + 2**-11 + 2**-40])
-def test_clip_multiplies_by_the_coefficient_in_the_tensors_dtype(
-    dtype: torch.dtype, coefficient: float, number: torch.dtype
-) -> None:
-    tensors = [values(numel, dtype, seed=numel) for numel in NUMELS]
-    scalar = torch.tensor(coefficient, dtype=number)
-    expected = [tensor * scalar.to(dtype) for tensor in tensors]
-    scale(tensors, scalar)
-    for actual, reference in zip(tensors, expected, strict=True):
-        assert_same_bits(actual, reference)
 
 
 def strided_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -163,16 +138,7 @@ def strided_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("source", DTYPES, ids=str)
-@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", strided_tensors(torch.float32))
-def test_packing_reads_any_strides(name: str, source: torch.dtype, target: torch.dtype) -> None:
-    tensor = strided_tensors(source)[name]
-    out = torch.empty(tensor.numel(), dtype=target)
-    OPS.pack_gradients(out, [tensor], [0], 1.0)
-    assert_same_bits(out, tensor.reshape(-1).to(target))
-
-
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 @pytest.mark.parametrize("divisor", [1.0, 3.3])
 def test_pack_gradients_casts_divides_and_zeroes_the_gaps(
@@ -233,42 +199,31 @@ def test_pack_cut_beside_the_end_of_a_tensor(behind: int, gap: int) -> None:
     assert_same_bits(out, torch.cat([first, torch.zeros(gap), second]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("p", [0.0, 1.0, 1.5, 2.0, 3.0, math.inf])
-def test_norm_of_norms_equals_that_of_vector_norm(dtype: torch.dtype, p: float) -> None:
-    """Norms are of many lengths, tails and magnitudes."""
-    torch.manual_seed(0)
-    arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
-    numels = [*range(1, 35), 63, 64, 65, 100, 1000, 1023, 1024, 1025, 2049, 4097, 40_000, 70_001]
-    tensors = [
-        torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype) for numel in numels
-    ]
-    tensors += [torch.rand(numel, dtype=torch.float64).to(dtype) for numel in numels]
-    tensors += [torch.tensor(special, dtype=dtype) for special in SPECIAL]
-    tensors += [torch.tensor([special, 1.0, -2.0], dtype=dtype) for special in SPECIAL]
-    tensors += [values(numel, dtype, seed=numel).nan_to_num(0.0, 1.0, -1.0) for numel in numels]
-    tensors += [values(100, dtype), torch.randn(33, 35).to(dtype), torch.randn(33, 35).to(dtype).t()]
-    for tensor in tensors:
-        norm = torch.linalg.vector_norm(tensor, p, dtype=arithmetic)
-        expected = torch.linalg.vector_norm(norm.reshape(1), p, dtype=arithmetic)
-        assert_same_bits(_local_norm([tensor], p, arithmetic, tensor.device), expected)
-
-
-def test_clipped_tensors_of_several_dtypes_go_in_one_call() -> None:
-    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16]
-    tensors = [
-        values(1000 + seed, dtype, seed).nan_to_num(0.0, 1.0, -1.0) for seed, dtype in enumerate(dtypes)
-    ]
-    scaled = [tensor * torch.tensor(0.3).to(tensor.dtype) for tensor in tensors]
-    scale(tensors, torch.tensor(0.3))
-    for actual, reference in zip(tensors, scaled, strict=True):
+@pytest.mark.parametrize("number", [torch.float32, torch.float64], ids=str)
+# the last coefficient is next to a tie
+@pytest.mark.parametrize("coefficient", [0.3, 1.0, 0.0, math.nan, 1 + 2**-11 + 2**-40])
+def test_clip_multiplies_by_the_coefficient_in_the_tensors_dtype(
+    coefficient: float, number: torch.dtype
+) -> None:
+    tensors = [values(numel, dtype, seed=numel) for numel in NUMELS for dtype in DTYPES]
+    scalar = torch.tensor(coefficient, dtype=number)
+    expected = [tensor * scalar.to(tensor.dtype) for tensor in tensors]
+    scale(tensors, scalar)
+    for actual, reference in zip(tensors, expected, strict=True):
         assert_same_bits(actual, reference)
 
 
-def test_norm_of_an_empty_tensor_is_zero() -> None:
-    device = torch.device("cpu")
-    assert _local_norm([torch.empty(0)], 2.0, torch.float32, device).item() == 0.0
-    assert _local_norm([torch.empty(0), torch.ones(4)], 2.0, torch.float32, device).item() == 2.0
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.0, 1.0, 1.5, 2.0, 3.0, math.inf])
+def test_norm_of_norms_equals_that_of_vector_norm(dtype: torch.dtype, p: float) -> None:
+    arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
+    tensors = [values(numel, dtype, numel).nan_to_num(0.0, 1.0, -1.0) for numel in (*range(35), 4097, 70_001)]
+    tensors += [torch.tensor([special, 1.0, -2.0], dtype=dtype) for special in SPECIAL]
+    tensors += [torch.randn(33, 35).to(dtype).t()]
+    for tensor in filter(Tensor.numel, tensors):
+        norm = torch.linalg.vector_norm(tensor, p, dtype=arithmetic)
+        expected = torch.linalg.vector_norm(norm.reshape(1), p, dtype=arithmetic)
+        assert_same_bits(_local_norm([tensor], p, arithmetic, tensor.device), expected)
 
 
 def on_threads(call: Callable[[], Any], counts: tuple[int, ...] = (1, 2)) -> list[Any]:
@@ -316,3 +271,29 @@ def test_an_unknown_instruction_set_is_refused() -> None:
     assert _C.cpu_capabilities()[-1] == "default"
     with pytest.raises(ValueError, match='no kernels for "mmx"'):
         _C.use_cpu_capability("mmx")
+
+
+# ----------------------------------------------------------------- torch's operators in their place
+
+
+def test_use_of_torchs_operators_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FSDP_C_KERNELS", "torch")
+    operator_kernels.warn_if_used.cache_clear()
+    with caplog.at_level(logging.WARNING, "fsdp_c"):
+        for _ in range(2):
+            operator_kernels.warn_if_used("cpu")
+    operator_kernels.warn_if_used.cache_clear()
+    assert caplog.text.count("FSDP_C_KERNELS=torch is in the environment") == 1
+    assert "; FSDP_C_KERNELS=torch is in the environment" in environment.report()
+
+
+def test_exception_of_an_operator_becomes_the_ops_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setenv("FSDP_C_KERNELS", "torch")
+    monkeypatch.setattr(operator_kernels, "pack", refuse)
+    with pytest.raises(RuntimeError, match="fsdp_c::pack_gradients: the device refused: no such thing"):
+        OPS.pack_gradients(torch.ones(3), [torch.ones(3)], [0], 1.0)
