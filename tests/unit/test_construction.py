@@ -12,14 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 
-import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision, ShardingStrategy
 from fsdp_c.compat.upstream import HandleShardingStrategy
-from fsdp_c.sharding import materialization
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.collectives import fake_ranks
 
@@ -67,12 +64,6 @@ def test_outer_unit_ignores_parameters_ignored_by_an_inner_unit() -> None:
 # ----------------------------------------------------------------- process groups and strategies
 
 
-def test_mesh_of_one_dimension_gives_the_group() -> None:
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    model = FSDP(Net(), device_mesh=mesh)
-    assert model.process_group is mesh.get_group() and model._device_mesh is mesh
-
-
 def test_pair_of_groups_is_refused_by_a_plain_strategy() -> None:
     with pytest.raises(ValueError, match="takes one process group, but got 2"):
         FSDP(Net(), process_group=(dist.group.WORLD, dist.group.WORLD))
@@ -82,18 +73,12 @@ def test_pair_of_groups_is_refused_by_a_plain_strategy() -> None:
 def test_hybrid_strategy_takes_a_pair_of_groups(strategy: ShardingStrategy) -> None:
     shard, replicate = dist.new_group([0, 1]), dist.new_group([1, 3])
     model = FSDP(Net(), process_group=(shard, replicate), sharding_strategy=strategy)
-    assert (model.process_group, model._inter_node_pg, model.sharding_strategy) == (
-        shard,
-        replicate,
-        strategy,
-    )
+    assert (model.process_group, model._inter_node_pg) == (shard, replicate)
+    assert model.sharding_strategy is strategy
+    assert type(model._inter_node_state) is DefaultState
+    assert model._inter_node_state.process_group is replicate
+    assert not hasattr(nested(), "_inter_node_pg") and not hasattr(nested(), "_inter_node_state")
     assert model._gradient_predivide_factor * model._gradient_postdivide_factor == WORLD_SIZE
-
-
-def test_hybrid_strategy_takes_a_mesh_of_replicate_and_shard() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    model = FSDP(Net(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    assert (model._inter_node_pg, model.process_group) == (mesh.get_group(0), mesh.get_group(1))
 
 
 def test_hybrid_strategy_makes_the_pair_once_for_all_units(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,23 +101,11 @@ def test_no_shard_on_one_rank_does_not_warn() -> None:
         FSDP(Net(), process_group=dist.new_group([RANK]), sharding_strategy=ShardingStrategy.NO_SHARD)
 
 
-@pytest.mark.parametrize(
-    ("size", "factor"), [(1, 1), (2, 2), (4, 2), (6, 4), (8, 4), (9, 2), (64, 8), (512, 32)]
-)
-def test_predivide_factor_is_that_of_torch(size: int, factor: float) -> None:
-    from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
-
-    assert (
-        fsdp_c.sharding.configuration.predivide_factor(size)
-        == factor
-        == DefaultState._get_gradient_predivide_factor(size)
-    )
-
-
-def test_a_unit_shows_the_factors_by_which_gradients_are_divided() -> None:
-    group = FakeProcessGroup._create_internal(rank=0, world_size=8)
-    model = FSDP(Net(), process_group=group)
-    assert (model._gradient_predivide_factor, model._gradient_postdivide_factor) == (4, 2)
+@pytest.mark.parametrize("size", [1, 2, 4, 6, 8, 9, 64, 512])
+def test_gradients_are_divided_by_the_factors_of_torch(size: int) -> None:
+    model = FSDP(Net(), process_group=FakeProcessGroup._create_internal(rank=0, world_size=size))
+    factor = DefaultState._get_gradient_predivide_factor(size)
+    assert (model._gradient_predivide_factor, model._gradient_postdivide_factor) == (factor, size / factor)
 
 
 # ----------------------------------------------------------------- device and materialisation
@@ -164,6 +137,11 @@ def test_meta_module_is_initialised_by_param_init_fn_once_per_module() -> None:
 
     FSDP(net, param_init_fn=initialise)
     assert initialised == [net, net.first, net.second, net.second[0], net.second[1]]
+    with torch.device("meta"):
+        net = Net()
+    initialised.clear()
+    FSDP(net, param_init_fn=initialise, ignored_modules=[net.second])
+    assert initialised == [net, net.first]
 
 
 def test_param_init_fn_that_forgets_a_parameter_is_refused_and_names_it() -> None:
@@ -196,11 +174,6 @@ def test_wrapping_the_module_of_a_unit_again_is_refused(use_orig_params: bool) -
         FSDP(model.module, use_orig_params=use_orig_params)
 
 
-def test_unit_without_parameters_has_no_handle() -> None:
-    model = FSDP(nn.ReLU())
-    assert model._handle is None and not model._has_params
-
-
 # ----------------------------------------------------------------- names and lookups
 
 
@@ -215,11 +188,6 @@ def test_unknown_attributes_and_indices_are_those_of_the_wrapped_module() -> Non
 def test_attribute_of_an_unfinished_unit_does_not_recurse() -> None:
     with pytest.raises(AttributeError, match="absent"):
         _ = FSDP.__new__(FSDP).absent
-
-
-def test_module_sees_through_a_checkpoint_wrapper() -> None:
-    net = Net()
-    assert FSDP(checkpoint_wrapper(net)).module is net
 
 
 def test_submodules_are_marked_for_dynamo_but_ignored_ones_are_not() -> None:
@@ -300,12 +268,11 @@ def test_ignored_buffers_are_not_cast() -> None:
     assert net[0].running_mean.dtype is torch.float32
 
 
-def test_modules_on_the_meta_device_are_initialized_breadth_first_without_ignored_ones() -> None:
-    net = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), nn.Linear(1, 1))
-    for ignored, expected in (
-        (set(), [net, net[0], net[1], net[0][0], net[0][1]]),
-        ({net[0]}, [net, net[1]]),
-    ):
-        called: list[nn.Module] = []
-        materialization._initialize_modules(net, ignored, called.append, torch.device("cpu"))
-        assert called == expected
+def test_ids_of_handles_are_not_used_again() -> None:
+    seen = set()
+    for _ in range(3):
+        model = FSDP(Net())
+        seen.add(model._handle.registration_id)
+        del model
+        gc.collect()
+    assert len(seen) == 3

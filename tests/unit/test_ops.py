@@ -135,3 +135,8 @@ def test_refusal_releases_every_input() -> None:
     with pytest.raises(RuntimeError, match="before the end"):
         OPS.pack_gradients(out, [grad, grad], [0, 3], 1.0)
     assert (out._use_count(), grad._use_count()) == before
+
+
+def test_the_op_of_views_is_refused_outside_of_fsdp_c() -> None:
+    with pytest.raises(RuntimeError, match="segment_views is internal"):
+        OPS.segment_views(torch.zeros(4))
