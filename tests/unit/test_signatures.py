@@ -15,6 +15,8 @@ from fsdp_c import FullyShardedDataParallel
 from fsdp_c.compat.standins.finder import FSDP, OURS
 
 PUBLIC = ("api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap")
+STANDINS = "fsdp_c.compat.standins"
+ABSENT = object()
 OF_EVERY_OBJECT = {*vars(object), *vars(Enum), *vars(type("Plain", (), {}))} - {"__init__"}
 
 
@@ -38,22 +40,27 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, (Enum, bool, int, str))
 
 
-def differences(module: str) -> Iterator[str]:
-    """Yield names of a public module of torch that fsdp_c lacks, or that have other arguments or values."""
-    theirs, ours = (importlib.import_module(name) for name in (f"{FSDP}.{module}", OURS[f"{FSDP}.{module}"]))
+def differences(module: str, replacement: str) -> Iterator[str]:
+    """Yield names of a public module of torch that its replacement lacks, or that have other arguments, values
+    or bases there.
+    """
+    theirs, ours = (importlib.import_module(name) for name in (f"{FSDP}.{module}", replacement))
     for name, value in vars(theirs).items():
         if getattr(value, "__module__", None) != theirs.__name__:
             continue
-        found = getattr(ours, name, None)
-        members = vars(value).items() if inspect.isclass(value) and found not in (None, value) else ()
+        found = getattr(ours, name, ABSENT)
+        members = vars(value).items() if inspect.isclass(value) and found not in (ABSENT, value) else ()
+        if members and replacement.startswith(STANDINS):
+            if [one.__name__ for one in value.__mro__] != [one.__name__ for one in found.__mro__]:
+                yield f"{module}.{name} has other bases"
         pairs = [(name, value, found)]
         pairs += [
-            (f"{name}.{one}", member, inspect.getattr_static(found, one, None))
+            (f"{name}.{one}", member, inspect.getattr_static(found, one, ABSENT))
             for one, member in members
             if one not in OF_EVERY_OBJECT
         ]
         for path, known, own in pairs:
-            if own is None or own is object.__init__:
+            if own in (ABSENT, object.__init__):
                 if module in PUBLIC and not any(one.startswith("_") for one in path.split(".")):
                     yield f"{module}.{path} is missing"
             elif arguments(known) not in (None, arguments(own)):
@@ -62,9 +69,14 @@ def differences(module: str) -> Iterator[str]:
                 yield f"{module}.{path} = {own!r}, torch has {known!r}"
 
 
-@pytest.mark.parametrize("module", [name.removeprefix(f"{FSDP}.") for name in OURS if name.startswith(FSDP)])
-def test_arguments_are_those_of_the_installed_torch(module: str) -> None:
-    assert list(differences(module)) == []
+MODULES = [(name.removeprefix(f"{FSDP}."), ours) for name, ours in OURS.items() if name.startswith(FSDP)]
+MODULES += [(name, f"{STANDINS}.{name}") for name in ("api", "wrap")]
+
+
+@pytest.mark.parametrize(("module", "replacement"), MODULES)
+def test_arguments_are_those_of_the_installed_torch(module: str, replacement: str) -> None:
+    """Also of the modules that replace torch's where there are none."""
+    assert list(differences(module, replacement)) == []
 
 
 def test_a_missing_name_and_another_argument_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +84,7 @@ def test_a_missing_name_and_another_argument_are_found(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(FullyShardedDataParallel, "no_sync", no_sync)
     monkeypatch.delattr(FullyShardedDataParallel, "clip_grad_norm_")
-    found = sorted(differences("fully_sharded_data_parallel"))
+    found = sorted(differences("fully_sharded_data_parallel", "fsdp_c.fully_sharded_data_parallel"))
     assert found[0] == "fully_sharded_data_parallel.FullyShardedDataParallel.clip_grad_norm_ is missing"
     assert found[1].startswith("fully_sharded_data_parallel.FullyShardedDataParallel.no_sync[('recurse', ")
     assert len(found) == 2

@@ -5,10 +5,7 @@ and results.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
-import importlib
-import inspect
 import pickle
 import re
 import sys
@@ -19,70 +16,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import _common_utils as torch_common_utils
-from torch.distributed.fsdp import _fsdp_extensions as torch_fsdp_extensions
-from torch.distributed.fsdp import _shard_utils as torch_shard_utils
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from fsdp_c.compat import upstream
-from fsdp_c.compat.standins import api, common_utils, fsdp_extensions, shard_utils, wrap
+from fsdp_c.compat.standins import common_utils, wrap
 from tests.models import Block, Net
 from tests.processes import ROOT, output_of_python
-
-CLASSES = [
-    value
-    for value in vars(api).values()
-    if str(getattr(value, "__module__", "")).startswith("torch.distributed.f")
-]
-
-
-def torchs(ours: Any) -> Any:
-    return getattr(importlib.import_module(ours.__module__), ours.__name__)
-
-
-@pytest.mark.parametrize(
-    "ours", [one for one in CLASSES if issubclass(one, enum.Enum)], ids=lambda one: one.__name__
-)
-def test_enum_has_torchs_members(ours: Any) -> None:
-    assert [(one.name, one.value) for one in ours] == [(one.name, one.value) for one in torchs(ours)]
-
-
-@pytest.mark.parametrize(
-    "ours", [one for one in CLASSES if dataclasses.is_dataclass(one)], ids=lambda one: one.__name__
-)
-def test_configuration_has_torchs_fields_and_defaults(ours: Any) -> None:
-    fields = [[(one.name, one.default) for one in dataclasses.fields(cls)] for cls in (ours, torchs(ours))]
-    assert fields[0] == fields[1]
-    assert [one.__name__ for one in ours.__mro__] == [one.__name__ for one in torchs(ours).__mro__]
-
-
-def test_every_enum_and_configuration_of_torch_has_its_counterpart() -> None:
-    from torch.distributed.fsdp import api as torch_api
-
-    assert set(torch_api.__all__) < {one.__name__ for one in CLASSES}
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (wrap, torch_wrap),
-        (common_utils, torch_common_utils),
-        (shard_utils, torch_shard_utils),
-        (fsdp_extensions, torch_fsdp_extensions),
-    ],
-    ids=["wrap", "common_utils", "shard_utils", "fsdp_extensions"],
-)
-def test_function_takes_torchs_arguments(ours: Any, theirs: Any) -> None:
-    compared = 0
-    for name, function in vars(ours).items():
-        if inspect.isfunction(function) and hasattr(theirs, name):
-            wanted = inspect.signature(getattr(theirs, name)).parameters.values()
-            given = inspect.signature(function).parameters.values()
-            assert [(one.name, one.kind, one.default) for one in given] == [
-                (one.name, one.kind, one.default) for one in wanted
-            ], name
-            compared += 1
-    assert compared >= 3
-
 
 # ----------------------------------------------------------------- policies
 
