@@ -24,7 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, bf16_compress_hook
+from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import _traversal_utils as torch_traversal
 
 from fsdp_c import _C, MixedPrecision, ShardingStrategy
@@ -37,10 +37,8 @@ from fsdp_c._common_utils import (
     _module_handle,
     clean_tensor_name,
 )
-from fsdp_c._fsdp_extensions import FSDPExtensions, _ext_post_unflatten_transform, _ext_pre_flatten_transform
 from fsdp_c._traversal_utils import _get_fsdp_handles, _get_fsdp_states, _get_fsdp_states_with_modules
 from fsdp_c._wrap_utils import _construct_wrap_fn, _or_policy, _post_order_apply, _recursive_wrap
-from fsdp_c.api import TrainingState
 from fsdp_c.compat.upstream import HandleShardingStrategy
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
@@ -128,11 +126,12 @@ def test_states_and_handles_are_found(use_orig_params: bool) -> None:
     assert isinstance(model, _State) and _get_module_state(model) is model
     assert _get_module_fsdp_state(model) is _get_module_fsdp_state_if_fully_sharded_module(model) is model
     assert _get_fsdp_states(model) == torch_traversal._get_fsdp_states(model) == units
-    assert _get_fsdp_states_with_modules(model) == (units, units)
+    assert _get_fsdp_states_with_modules(model) == (units, units) and model._all_fsdp_states == units
     handles = [unit._handle for unit in units]
     assert _get_fsdp_handles(model) == torch_traversal._get_fsdp_handles(model) == handles
     assert _get_fsdp_handles(nn.Linear(1, 1)) == []
     assert _has_fsdp_params(model, model) and _module_handle(model, model) is handles[0]
+    assert handles[0]._sharding_strategy is HandleShardingStrategy.FULL_SHARD
 
 
 def test_replicated_module_is_not_entered() -> None:
@@ -198,26 +197,6 @@ def test_wrap_helpers_build_units_and_checkpoints() -> None:
 # ------------------------------------------------------------------ attributes of a unit
 
 
-def test_unit_has_the_attributes_that_libraries_read() -> None:
-    model = nested(mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16), use_orig_params=True)
-    assert (model.rank, model.world_size, model.compute_device) == (1, 4, CPU)
-    assert model.sharding_strategy is ShardingStrategy.FULL_SHARD and model.process_group.size() == 4
-    assert model._state_dict_type.name == "FULL_STATE_DICT" and model._device_mesh is None
-    assert model.training_state is TrainingState.IDLE and model._is_root is None and model.check_is_root()
-    assert (
-        model._use_orig_params and model._has_params and model.mixed_precision.buffer_dtype is torch.bfloat16
-    )
-    assert model._all_fsdp_states == [model, model.second]
-    assert model._all_handles == [model._handle, model.second._handle]
-    assert model._handle._sharding_strategy is HandleShardingStrategy.FULL_SHARD
-    assert all(
-        module._is_fsdp_managed_module and module._fsdp_use_orig_params for module in model.module.modules()
-    )
-    model._assert_state(TrainingState.IDLE)
-    with pytest.raises(ValueError, match="expected to be in states"):
-        model._assert_state(TrainingState.FORWARD_BACKWARD)
-
-
 def test_replaced_step_that_is_not_called_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
     """ColossalAI replaces it."""
     with (
@@ -264,15 +243,6 @@ def test_flat_parameters_stand_for_the_original_ones_in_a_context() -> None:
     assert [name for name, _ in model.named_parameters()] == before
     with pytest.raises(AssertionError, match="use_orig_params=True"), nested()._deregister_orig_params_ctx():
         pass
-
-
-def test_group_of_the_replicas_is_there_with_a_hybrid_strategy_alone() -> None:
-    groups = (dist.new_group([0, 1]), dist.new_group([1, 3]))
-    model = nested(process_group=groups, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    assert model._inter_node_pg is groups[1]
-    assert isinstance(model._inter_node_state, DefaultState)
-    assert model._inter_node_state.process_group is groups[1]
-    assert not hasattr(nested(), "_inter_node_pg") and not hasattr(nested(), "_inter_node_state")
 
 
 class Saving(FSDP):
@@ -334,57 +304,6 @@ def test_tensors_are_flattened_as_torch_does(aligned_numel: int) -> None:
     assert torch.equal(flat, expected._handle.flatten_tensors(tensors, aligned_numel))
     param = handle.flatten_tensors_into_flat_param(tensors, aligned_numel, requires_grad=False)
     assert param._is_flat_param and not param.requires_grad and torch.equal(param, flat)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "aligned_numel", "message"),
-    [
-        ([], 0, "non-empty `tensors`"),
-        ([torch.ones(2)], -1, "non-negative `aligned_numel` but got -1"),
-        ([torch.ones(2), torch.ones(2, dtype=torch.float64)], 0, "uniform dtype"),
-        ([torch.ones(2, dtype=torch.int64)], 0, "integer dtype"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(tensors: list[Tensor], aligned_numel: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        handle_of(nn.Linear(3, 5)).flatten_tensors(tensors, aligned_numel)
-
-
-class HalvingExtension(FSDPExtensions):
-    """Keeps one half of a weight and shows it twice; the other hooks are not called in a step."""
-
-    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any | None]:
-        return (tensor[: len(tensor) // 2], len(tensor)) if tensor.dim() == 2 else (tensor, None)
-
-    def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
-        assert param_extension == 2 * len(tensor)
-        return torch.cat([tensor, tensor])
-
-    def chunk_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
-        raise NotImplementedError
-
-    def chunk_dtensor(self, *args: Any, **kwargs: Any) -> Tensor:
-        raise NotImplementedError
-
-    def pre_load_state_dict_transform(self, tensor: Tensor) -> Any:
-        raise NotImplementedError
-
-    def all_gather_dtensor(self, *args: Any, **kwargs: Any) -> Tensor:
-        raise NotImplementedError
-
-
-def test_any_extension_object_is_used() -> None:
-    extension, module = HalvingExtension(), nn.Linear(3, 4)
-    half = module.weight.detach()[:2].clone()
-    handle = handle_of(module, fsdp_extension=extension)
-    assert handle.flat_param._param_extensions == [4, None]
-    assert handle.flat_param._shapes == [torch.Size([2, 3]), torch.Size([4])]
-    assert _ext_pre_flatten_transform(half, None)[0] is half
-    assert torch.equal(_ext_post_unflatten_transform(half, 4, extension), torch.cat([half, half]))
-
-
-def test_extension_without_its_hooks_is_refused() -> None:
-    """Six abstract hooks."""
-    assert len(FSDPExtensions.__abstractmethods__) == 6
-    with pytest.raises(TypeError, match="abstract"):
-        FSDPExtensions()
+    for refused, message in (([], "non-empty `tensors`"), ([torch.ones(2).int()], "integer dtype")):
+        with pytest.raises(ValueError, match=message):
+            handle.flatten_tensors(refused, aligned_numel)

@@ -249,7 +249,7 @@ X-027 | RuntimeError | Found an unflattened parameter: first.weight
     ours: \(3, 3\)
 X-028 | ValueError | FSDP auto wrapping requires modules to not already have FSDP applied but found second in
 X-032 | UserWarning | second has both parameters with requires_grad=True and False
-    ours: 12 numel instead of 3 numel
+    ours: 12 numel instead of 3 numel.*True: \['second.0.bias'\].*False: \['second.0.weight'\]
 X-033 | UserWarning | Both mixed precision and an auto_wrap_policy were specified to FSDP
     also: These modules will be wrapped as separate FSDP
     ours: BatchNorm1d

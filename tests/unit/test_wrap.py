@@ -59,31 +59,6 @@ def test_policies_are_the_objects_of_torch() -> None:
         assert getattr(fsdp_wrap, name) is getattr(torch_wrap, name)
 
 
-LINEARS = ["embed", "blocks.0.first", "blocks.0.second", "blocks.1.first", "blocks.1.second"]
-
-
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        (fsdp_wrap.ModuleWrapPolicy({Block}), BLOCKS),
-        (
-            functools.partial(fsdp_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-            BLOCKS,
-        ),
-        (functools.partial(fsdp_wrap.size_based_auto_wrap_policy, min_num_params=30), BLOCKS),
-        (
-            functools.partial(
-                fsdp_wrap.lambda_auto_wrap_policy, lambda_fn=lambda one: type(one) is nn.Linear
-            ),
-            LINEARS,
-        ),
-    ],
-    ids=["classes", "transformer", "size", "lambda"],
-)
-def test_policy_makes_units_of_chosen_modules_and_of_the_root(policy: Any, expected: list[str]) -> None:
-    assert paths(FSDP(Model(), auto_wrap_policy=policy)) == ["", *expected]
-
-
 def test_custom_policy_overrides_the_arguments_of_the_root() -> None:
     def choose(module: nn.Module) -> bool | dict[str, object]:
         return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(module, Block) else False
@@ -120,50 +95,17 @@ def test_a_policy_that_chooses_a_compiled_module_makes_it_a_unit(policy: object)
     assert model.blocks[0].forward_prefetch == isinstance(policy, fsdp_wrap.CustomPolicy)
 
 
-def test_children_get_the_arguments_of_the_root() -> None:
-    model = FSDP(
-        Model(),
-        auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}),
-        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
-        backward_prefetch=None,
-        forward_prefetch=True,
-        limit_all_gathers=False,
-        use_orig_params=True,
-    )
-    inner = model.blocks[1]
-    for name in (
-        "sharding_strategy",
-        "backward_prefetch",
-        "forward_prefetch",
-        "limit_all_gathers",
-        "_use_orig_params",
-        "process_group",
-    ):
-        assert getattr(inner, name) == getattr(model, name), name
-
-
-def test_ignored_parameters_of_the_root_are_ignored_by_children() -> None:
+def test_what_the_root_ignores_is_ignored_by_the_units_around_it() -> None:
     plain = Model()
-    ignored = plain.blocks[0].first.weight
-    model = FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), ignored_states=[ignored])
-    assert model.blocks[0].module.first.weight is ignored
+    weight = plain.blocks[0].first.weight
+    model = FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), ignored_states=[weight])
+    assert model.blocks[0].module.first.weight is weight and weight.shape == (5, 3)
     assert model.blocks[0]._flat_param._fqns == ["first.bias", "second.weight", "second.bias"]
-
-
-def test_ignored_modules_of_the_root_are_ignored_by_the_units_around_them() -> None:
     plain = Model()
-    ignored = plain.blocks[0].first
-    model = FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), ignored_modules=[ignored])
-    assert model.blocks[0].module.first is ignored and ignored.weight.shape == (5, 3)
+    ignored = [plain.blocks[0].first, plain.blocks[1]]
+    model = FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), ignored_modules=ignored)
+    assert paths(model) == ["", "blocks.0"]
     assert model.blocks[0]._flat_param._fqns == ["second.weight", "second.bias"]
-
-
-def test_ignored_modules_are_not_wrapped() -> None:
-    plain = Model()
-    model = FSDP(
-        plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), ignored_modules=[plain.blocks[0]]
-    )
-    assert paths(model) == ["", "blocks.1"]
 
 
 @pytest.mark.parametrize(
@@ -194,15 +136,6 @@ def test_full_precision_module_answers_in_the_dtype_of_its_input() -> None:
     assert norm(torch.randn(4, 3, dtype=torch.bfloat16)).dtype is torch.bfloat16
     assert norm(torch.randn(4, 3)).dtype is torch.float32
     assert seen == [torch.float32, torch.float32]
-
-
-def test_partly_frozen_module_with_original_parameters_warns_of_its_gradients() -> None:
-    plain = Model()
-    plain.blocks[1].first.requires_grad_(False)
-    names = r"^blocks.1 has both.*'blocks.1.second.weight'.*'blocks.1.first.weight'"
-    with pytest.warns(UserWarning, match=names) as told:
-        FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), use_orig_params=True)
-    assert "38 numel instead of 18 numel" in str(told[0].message)
 
 
 @pytest.mark.parametrize("split", ["use_orig_params", "split_frozen", "dtype"])
