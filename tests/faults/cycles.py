@@ -51,27 +51,15 @@ def step(model: nn.Module) -> None:
 # ----------------------------------------------------------------- cycles
 
 
-def flat_layout() -> Callable[[], Any]:
-    def cycle() -> None:
-        layout = _C.FlatLayout([7, 3, 64], 4, 3, 1, True)
-        layout.shard_ranges(2), layout.param_offsets, layout.numels_with_padding, layout.is_padding_mask
-
-    return cycle
-
-
-def refused_flat_layout() -> Callable[[], Any]:
+def layouts() -> Callable[[], Any]:
     bad = [([], 4, 3, 1, True), ([-1], 4, 3, 1, True), ([2**62] * 2, 0, 2, 0, True), ([1], 0, 2, 5, True), ()]
 
     def cycle() -> None:
+        layout = _C.FlatLayout([7, 3, 64], 4, 3, 1, True)
+        layout.shard_ranges(2), layout.param_offsets, layout.numels_with_padding, layout.is_padding_mask
         for arguments in bad:
             with suppress(TypeError, ValueError, OverflowError):
                 _C.FlatLayout(*arguments)
-
-    return cycle
-
-
-def functions() -> Callable[[], Any]:
-    def cycle() -> None:
         _C.flat_range_boxes((3, 4, 5), 7, 51)
         _C.partition_overlaps((100, 30, 0), (100, 7, 3), 1)
         _C.partition_bounds((100, 30, 0), 1)
@@ -81,49 +69,31 @@ def functions() -> Callable[[], Any]:
     return cycle
 
 
-def handle() -> Callable[[], Any]:
+def handles() -> Callable[[], Any]:
+    model = unit()
+
     def cycle() -> None:
         handle = FSDP(nn.Linear(3, 2), device_id=torch.device("cpu"))._handle
         handle.unshard()
         handle.reshard(True)
         handle.summon_enter(False)
         handle.summon_exit()
-
-    return cycle
-
-
-def refused_handle() -> Callable[[], Any]:
-    handle = unit()._handle
-
-    def cycle() -> None:
-        for one in (handle, _C.Handle.__new__(_C.Handle)):
+        used = model._handle
+        for one in (used, _C.Handle.__new__(_C.Handle)):
             with suppress(RuntimeError, TypeError):
-                _C.Handle.__init__(one, handle._config, layout=handle.layout, flat_param=handle.flat_param)
-
-    return cycle
-
-
-def unit_alone() -> Callable[[], Any]:
-    config = unit()._config
-
-    def cycle() -> None:
+                _C.Handle.__init__(one, used._config, layout=used.layout, flat_param=used.flat_param)
         module = nn.Identity()
-        module.unit = _C.Unit(module, None, config, "nothing", ())
+        module.unit = _C.Unit(module, None, model._config, "nothing", ())
 
     return cycle
 
 
-def runtime() -> Callable[[], Any]:
-    return lambda: step(unit())
-
-
-def flat_runtime() -> Callable[[], Any]:
+def built() -> Callable[[], Any]:
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return lambda: step(unit(use_orig_params=False, mixed_precision=low))
 
-
-def runtime_of_segments() -> Callable[[], Any]:
     def cycle() -> None:
+        step(unit())
+        step(unit(use_orig_params=False, mixed_precision=low))
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
         net[1].requires_grad_(False)
         net.order = nn.Parameter(torch.arange(5), requires_grad=False)
@@ -144,39 +114,25 @@ def released_runtime() -> Callable[[], Any]:
     return cycle
 
 
-def hook() -> Callable[[], Any]:
-    model = unit()
-    return lambda: model(torch.ones(2, 3))
-
-
-def steps() -> Callable[[], Any]:
-    model = unit()
-
-    def cycle() -> None:
-        step(model)
-        with model.no_sync():
-            step(model)
-
-    return cycle
-
-
-def optimizer() -> Callable[[], Any]:
-    model = unit(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+def trained() -> Callable[[], Any]:
+    model, hooked = (
+        unit(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)),
+        unit(use_orig_params=False),
+    )
+    hooked.register_comm_hook(None, lambda state, full, shard: shard.copy_(full[: shard.numel()]))
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def cycle() -> None:
+        model(torch.ones(2, 3))  # without a backward
+        with model.no_sync():
+            step(model)
         model(torch.ones(2, 3)).float().sum().backward()
         model.clip_grad_norm_(1.0)
         adam.step()
         adam.zero_grad()
+        step(hooked)
 
     return cycle
-
-
-def comm_hook() -> Callable[[], Any]:
-    model = unit(use_orig_params=False)
-    model.register_comm_hook(None, lambda state, full, shard: shard.copy_(full[: shard.numel()]))
-    return lambda: step(model)
 
 
 def raising() -> Callable[[], Any]:
@@ -224,25 +180,7 @@ def state_dicts() -> Callable[[], Any]:
 
 CYCLES = {
     function.__name__: function
-    for function in (
-        flat_layout,
-        refused_flat_layout,
-        functions,
-        handle,
-        refused_handle,
-        unit_alone,
-        runtime,
-        flat_runtime,
-        runtime_of_segments,
-        released_runtime,
-        hook,
-        steps,
-        optimizer,
-        comm_hook,
-        raising,
-        summoned,
-        state_dicts,
-    )
+    for function in (layouts, handles, built, released_runtime, trained, raising, summoned, state_dicts)
 }
 
 

@@ -16,13 +16,12 @@ from tests.settings import EXHAUSTIVE
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 3600 if EXHAUSTIVE else 400
-CHEAP = {"flat_layout", "refused_flat_layout", "functions", "refused_handle", "unit_alone", "hook"}
 CHUNK_NBYTES = 16  # the smallest chunk of malloc
 QUIET = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1", "OMP_NUM_THREADS": "1"}
 
 
 def total(name: str) -> int:
-    return 10_000 if EXHAUSTIVE else 2000 if name in CHEAP else 450
+    return 10_000 if EXHAUSTIVE else 2000 if name == "layouts" else 450
 
 
 @pytest.fixture(scope="module")
