@@ -54,18 +54,6 @@ STATE_READERS = {  # Python modules that read sharding state, with the reason; n
     "training.unshard_params": "to refuse state dicts and summon_full_params inside a step",
 }
 UNREAD_STATE = ("param_state", "needs_unshard")  # read by C only
-TENSOR_FACTORIES = {
-    "arange",
-    "as_tensor",
-    "empty",
-    "empty_strided",
-    "full",
-    "ones",
-    "rand",
-    "randn",
-    "tensor",
-    "zeros",
-}
 STATEFUL = ("handle", "runtime")
 WITHOUT_PYTHON = ("base", "layout", "kernels")
 STATE_OWNERS = {
@@ -369,20 +357,6 @@ def python_layer_violations(root: Path) -> list[str]:
     return found
 
 
-def default_device_violations(root: Path) -> list[str]:
-    """Return tensor creations in fsdp_c/ without a device: they depend on torch.set_default_device()."""
-    return [
-        f"fsdp_c.{name}: line {call.lineno} makes a tensor without saying where"
-        for name, path in python_modules(root).items()
-        for call in ast.walk(ast.parse(path.read_text()))
-        if isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute)
-        and ast.unparse(call.func.value) == "torch"
-        and call.func.attr in TENSOR_FACTORIES
-        and "device" not in {keyword.arg for keyword in call.keywords}
-    ]
-
-
 def reader_violations(root: Path) -> list[str]:
     """Return Python modules that read sharding state without permission, and reads of state reserved for C."""
     found = []
@@ -405,7 +379,6 @@ CHECKS: list[Check] = [
     ownership_violations,
     cycle_violations,
     python_layer_violations,
-    default_device_violations,
     reader_violations,
 ]
 
@@ -511,7 +484,6 @@ PLANTED: list[tuple[Check, str, str]] = [
     (cycle_violations, "fsdp_c/checkpoint/folder.py", "from fsdp_c.checkpoint import save\n"),
     (python_layer_violations, "fsdp_c/extra.py", "x = 1\n"),
     (python_layer_violations, "fsdp_c/state/values.py", "def late():\n    import fsdp_c.checkpoint.folder\n"),
-    (default_device_violations, "fsdp_c/state/values.py", "import torch\nx = torch.zeros(3)\n"),
     (
         reader_violations,
         "fsdp_c/state/values.py",
