@@ -107,15 +107,3 @@ def test_nvcc_compiles_the_kernels_without_a_warning(tmp_path: Path) -> None:
     assert loaded.returncode == 0, loaded.stderr
     if not has_driver():
         assert "there is no NVIDIA driver" in loaded.stdout
-
-
-OPERATORS = "pack_gradients accumulate_shard segment_views"
-
-
-def test_operators_are_registered_for_cuda() -> None:
-    import torch
-
-    import fsdp_c  # noqa: F401  (registers them)
-
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert [name for name in OPERATORS.split() if not has_kernel(f"fsdp_c::{name}", "CUDA")] == []
