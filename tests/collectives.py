@@ -33,10 +33,12 @@ def init_fake_group(rank: int, world_size: int) -> None:
         dist.ProcessGroup._reduce_scatter_base = _take_own_chunk
 
 
-def fake_ranks(rank: int, world_size: int) -> Any:
-    """Return a module fixture that makes the module's tests run as one rank of a group without peers."""
+def fake_ranks(rank: int, world_size: int, **options: Any) -> Any:
+    """Return a fixture that makes tests run as one rank of a group without peers: those of the module, unless
+    ``options`` of pytest's fixture say otherwise.
+    """
 
-    @pytest.fixture(scope="module", autouse=True)
+    @pytest.fixture(**({"scope": "module", "autouse": True} | options))
     def group() -> Iterator[None]:
         init_fake_group(rank, world_size)
         yield

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision, ShardedGradScaler, StateDictType, checkpoint
 from fsdp_c.checkpoint import CheckpointError
 from fsdp_c.checkpoint.optim_state import optim_state
 from fsdp_c.sharding import flattening
+from tests.collectives import fake_ranks
 from tests.ranks import both_views
 
 RANK = 1
 
 
-@pytest.fixture
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=4)
-    yield
-    dist.destroy_process_group()
+fake_group = fake_ranks(RANK, 4, scope="function", autouse=False)
 
 
 def layer() -> nn.Linear:
@@ -109,7 +105,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] 
 }
 
 
-@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_argument_of_another_type_is_refused_and_nothing_changed(name: str) -> None:
     make, error, message = ARGUMENTS[name]
@@ -149,7 +145,7 @@ MODULES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("name", MODULES)
 def test_module_that_cannot_be_wrapped_is_refused(name: str) -> None:
     build, error, message = MODULES[name]
@@ -157,7 +153,7 @@ def test_module_that_cannot_be_wrapped_is_refused(name: str) -> None:
         FSDP(build())
 
 
-@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.usefixtures("fake_group")
 @both_views
 def test_wrapping_a_unit_again_warns_and_adds_a_unit_without_parameters(use_orig_params: bool) -> None:
     """As torch allows it: the outer unit is one without parameters."""
@@ -223,7 +219,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.usefixtures("fake_group")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", CALLS)
 def test_call_with_something_else_is_refused(name: str) -> None:
@@ -259,7 +255,7 @@ def tie(model: Heads) -> None:
 
 @pytest.mark.parametrize("assign", [assign_a_parameter, assign_a_tensor, tie])
 @pytest.mark.parametrize("trained", [False, True], ids=["first", "trained"])
-@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.usefixtures("fake_group")
 def test_parameter_assigned_after_wrapping_is_refused_by_the_next_forward(
     trained: bool, assign: Callable[[Heads], None]
 ) -> None:
@@ -280,7 +276,7 @@ def test_parameter_assigned_after_wrapping_is_refused_by_the_next_forward(
 
 
 @both_views
-@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.usefixtures("fake_group")
 def test_a_parameter_that_was_deleted_after_wrapping_is_not_missed(use_orig_params: bool) -> None:
     class Partly(Heads):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -292,7 +288,7 @@ def test_a_parameter_that_was_deleted_after_wrapping_is_not_missed(use_orig_para
 
 
 @both_views
-@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.usefixtures("fake_group")
 def test_scripted_modules_are_refused_by_name(use_orig_params: bool) -> None:
     module = Heads()
     module.second = torch.jit.script(layer())
@@ -312,7 +308,7 @@ def test_scripted_modules_are_refused_by_name(use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("way", ["overwrite", "swap"])
 @both_views
-@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.usefixtures("fake_group")
 def test_conversions_that_replace_parameters_are_refused(use_orig_params: bool, way: str) -> None:
     model = FSDP(Heads(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
     before = list(model.parameters())
@@ -347,7 +343,7 @@ def test_an_error_that_lists_parameters_names_ten() -> None:
         ((1.0, "two"), ValueError, "norm_type must be a number, not str 'two'"),
     ],
 )
-@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.usefixtures("fake_group")
 def test_norms_that_are_none_are_refused(
     arguments: tuple[Any, ...], error: type[Exception], message: str
 ) -> None:
@@ -357,7 +353,7 @@ def test_norms_that_are_none_are_refused(
         model.clip_grad_norm_(*arguments)
 
 
-@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.usefixtures("fake_group")
 def test_the_scaler_refuses_a_group_by_name() -> None:
     with pytest.raises(TypeError, match="process_group must be a ProcessGroup or None"):
         ShardedGradScaler("cpu", process_group="gloo")  # type: ignore[arg-type]
@@ -368,7 +364,7 @@ def test_the_scaler_takes_a_device_for_its_type() -> None:
 
 
 @both_views
-@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.usefixtures("fake_group")
 def test_an_optimizer_of_other_parameters_is_refused(use_orig_params: bool) -> None:
     """torch raises a KeyError with the tensor."""
     plain = layer()
@@ -388,7 +384,7 @@ def test_an_optimizer_of_other_parameters_is_refused(use_orig_params: bool) -> N
                 refused()
 
 
-@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.usefixtures("fake_group")
 def test_optimizer_and_its_state_dict_of_other_types_are_refused() -> None:
     model = FSDP(layer())
     optimizer = torch.optim.Adam(model.parameters())
@@ -404,7 +400,7 @@ def test_optimizer_and_its_state_dict_of_other_types_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
-@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.usefixtures("fake_group")
 def test_loading_integers_or_complex_numbers_warns_once(dtype: torch.dtype) -> None:
     model = FSDP(nn.Sequential(FSDP(layer()), layer()))
     values = {name: torch.ones(tensor.shape, dtype=dtype) for name, tensor in layer().state_dict().items()}
@@ -419,7 +415,7 @@ def test_loading_integers_or_complex_numbers_warns_once(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.usefixtures("fake_group")
 def test_save_with_a_fake_process_group_is_refused(tmp_path: Path, background: bool) -> None:
     model = FSDP(layer(), device_id=torch.device("cpu"))
     words = (

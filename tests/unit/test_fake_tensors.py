@@ -6,31 +6,24 @@ import gc
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FullyShardedDataParallel as Upstream
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FullyShardedDataParallel
 from fsdp_c.compat.upstream import torch_version
+from tests.collectives import fake_ranks
 from tests.ranks import both_views
 
+_group = fake_ranks(0, 64, scope="function")
+
 PRECISIONS = {"fp32": None, "bf16": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
-
-
-@pytest.fixture
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
-    yield
-    dist.destroy_process_group()
 
 
 def stepped(cls: Any, use_orig_params: bool, precision: str) -> list[Any]:
@@ -58,14 +51,12 @@ def stepped(cls: Any, use_orig_params: bool, precision: str) -> list[Any]:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @both_views
 @pytest.mark.skipif(torch_version() < (2, 11), reason="torch 2.10's collectives do not take fake tensors")
-@pytest.mark.usefixtures("fake_ranks")
 def test_steps_of_fake_tensors_have_torchs_shapes(use_orig_params: bool, precision: str) -> None:
     expected = stepped(Upstream, use_orig_params, precision)
     assert stepped(FullyShardedDataParallel, use_orig_params, precision) == expected
 
 
 @both_views
-@pytest.mark.usefixtures("fake_ranks")
 def test_a_first_forward_of_real_parameters_under_the_mode_is_refused(use_orig_params: bool) -> None:
     """Without the check, code would use the forward's fake outputs as if they had memory."""
     module = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
@@ -84,7 +75,6 @@ def test_a_first_forward_of_real_parameters_under_the_mode_is_refused(use_orig_p
 
 @both_views
 @pytest.mark.parametrize("mode", [FakeTensorMode, lambda: FakeTensorMode(allow_non_fake_inputs=True)])
-@pytest.mark.usefixtures("fake_ranks")
 def test_a_model_may_be_collected_inside_a_compilation(
     use_orig_params: bool, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.collectives import fake_ranks
 from tests.ranks import both_views
+
+_group = fake_ranks(0, 2, scope="function")
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -23,13 +24,6 @@ LOOKS: dict[str, Callable[[FSDP], Any]] = {
     "load_state_dict": lambda model: model.load_state_dict({}),
     "summon_full_params": lambda model: FSDP.summon_full_params(model).__enter__(),
 }
-
-
-@pytest.fixture(autouse=True)
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
 
 
 def built(use_orig_params: bool) -> FSDP:
