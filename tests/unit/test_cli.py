@@ -62,6 +62,7 @@ def test_help_names_the_ways_to_start(capsys: pytest.CaptureFixture[str]) -> Non
 
 SPAWNING = """\
 import sys
+from helper import NAME
 import torch.multiprocessing as mp
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -77,10 +78,12 @@ if __name__ == "__main__":
 
 def test_script_keeps_its_flags_and_status_and_the_processes_it_spawns_train_with_us(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SPAWNING)
-    done = call("script.py", "--help", "-m", "x", cwd=tmp_path)
+    (tmp_path / "helper.py").write_text("NAME = 'beside the script'\n")
+    script = str(tmp_path / "script.py")
+    done = call(script, "--help", "-m", "x", cwd=tmp_path.parent)
     assert done.returncode == 3, done.stderr
     ours = "fsdp_c.fully_sharded_data_parallel"
-    assert done.stdout.splitlines() == [f"['script.py', '--help', '-m', 'x'] {ours}", f"child {ours}"]
+    assert done.stdout.splitlines() == [f"['{script}', '--help', '-m', 'x'] {ours}", f"child {ours}"]
 
 
 SPLITTING = """\

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import textwrap
 import types
 
 import pytest
@@ -17,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as BoundName
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as BoundScaler
 
 import fsdp_c
-from tests.processes import output_of_python, run_python
+from tests.processes import run_python
 
 pytestmark = pytest.mark.usefixtures("units_left_by_others_unseen")
 KEPT = {"class": torch_fsdp.FullyShardedDataParallel}  # not a name of a module, so that install() leaves it
@@ -154,50 +152,21 @@ def test_runtime_functions_of_torch_act_on_our_units():
     model(torch.ones(1, 2)).sum().backward()
 
 
-SCRIPT = """
-import sys
-from helper import NAME
-from torch.distributed.fsdp import FullyShardedDataParallel
-print(__name__, FullyShardedDataParallel.__module__, sys.argv[1:], NAME)
+FSDP2 = """
+import torch.distributed as dist, fsdp_c
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+fsdp_c.install()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+assert fully_shard.state(model) is not None
+dist.destroy_process_group()
 """
-
-
-def test_script_runs_unmodified(tmp_path):
-    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    (tmp_path / "helper.py").write_text("NAME = 'beside it'\n")
-    code = f"import fsdp_c.compat.scripts as i; i.run_script({str(tmp_path / 'script.py')!r}, ['--lr', '1'])"
-    assert (
-        output_of_python("-c", code).strip()
-        == "__main__ fsdp_c.fully_sharded_data_parallel ['--lr', '1'] beside it"
-    )
-
-
-SHARDED_BY_TORCH = """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
-    assert fully_shard.state(model) is not None
-"""
-
-
-def run_as_rank(rank: int, body: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    script = (
-        """
-    import torch, torch.distributed as dist, fsdp_c
-    from torch import nn
-    fsdp_c.install()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    """
-        + body
-        + """
-    dist.destroy_process_group()
-    """
-    )
-    return run_python("-c", textwrap.dedent(script), RANK=str(rank), **settings)
 
 
 def test_use_of_fsdp2_after_install_warns_once():
-    done = run_as_rank(0, SHARDED_BY_TORCH)
+    done = run_python("-c", FSDP2, RANK="0")
     assert done.returncode == 0, done.stderr
     told = "UserWarning: fsdp_c is installed, but FSDP2 is used: fully_shard() stays torch's. Choose"
     assert done.stderr.count(told) == 1

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from fsdp_c import _C
+from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding.configuration import UnitConfig
 from tests.processes import output_of_python
 
@@ -104,3 +106,13 @@ def test_whether_gradients_are_synchronised_cannot_be_deleted() -> None:
 
 def test_after_a_second_import_models_of_both_train() -> None:
     assert output_of_python("-c", TWO_IMPORTS) == "same\n"
+
+
+def test_a_unit_cannot_be_summoned_twice() -> None:
+    """An illegal transition names both states and changes nothing."""
+    unit = FSDP(nn.Linear(4, 4), process_group=FakeProcessGroup._create_internal(rank=0, world_size=2))._unit
+    unit.set_summoning(True)
+    with pytest.raises(RuntimeError, match="transition from SUMMON_FULL_PARAMS to SUMMON_FULL_PARAMS"):
+        unit.set_summoning(True)
+    unit.set_summoning(False)
+    assert unit.training_state == _C.USE_IDLE
