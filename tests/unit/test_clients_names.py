@@ -7,7 +7,6 @@ functions that stay torch's own work on our units.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import pickle
 import re
@@ -17,11 +16,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable_state import _get_module_state, _State
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
-    apply_activation_checkpointing,
     checkpoint_wrapper,
 )
 from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook
@@ -38,27 +36,17 @@ from fsdp_c._common_utils import (
     clean_tensor_name,
 )
 from fsdp_c._traversal_utils import _get_fsdp_handles, _get_fsdp_states, _get_fsdp_states_with_modules
-from fsdp_c._wrap_utils import _construct_wrap_fn, _or_policy, _post_order_apply, _recursive_wrap
 from fsdp_c.compat.upstream import HandleShardingStrategy
 from fsdp_c.sharding.flat_param import FlatParamHandle
-from fsdp_c.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
+from fsdp_c.wrap import ModuleWrapPolicy
 from tests.collectives import fake_ranks
 from tests.ranks import both_views
+from tests.unit.test_construction import Net
 
 CPU = torch.device("cpu")
 
 
 _group = fake_ranks(1, 4)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.second = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
 
 
 def nested(**arguments: Any) -> FSDP:
@@ -165,33 +153,6 @@ def test_parameters_are_marked_as_flattened(use_orig_params: bool) -> None:
     """Lightning looks at the optimizer's parameters."""
     optimizer = torch.optim.SGD(nested(use_orig_params=use_orig_params).parameters(), lr=1.0)
     assert all(_is_fsdp_flattened(param) for group in optimizer.param_groups for param in group["params"])
-
-
-# ------------------------------------------------------------------ wrapping helpers
-
-
-def test_wrap_helpers_build_units_and_checkpoints() -> None:
-    wrap_linear = functools.partial(
-        lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear)
-    )
-    either = functools.partial(_or_policy, policies=[wrap_linear, ModuleWrapPolicy({nn.Sequential})])
-    module, wrapped_numel = _recursive_wrap(
-        Net(),
-        auto_wrap_policy=either,
-        wrapper_cls=FSDP,
-        ignored_modules=set(),
-        ignored_params=set(),
-        device_id=CPU,
-    )
-    assert wrapped_numel == 36
-    assert [isinstance(module.get_submodule(name), FSDP) for name in ("first", "second")] == [True, True]
-    other = Net()
-    targets = {other.first: {"device_id": CPU}}
-    _post_order_apply(other, _construct_wrap_fn(other, targets, FSDP))
-    assert isinstance(other.first, FSDP)
-    model = nested()
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
-    assert isinstance(model.module.first, CheckpointWrapper)
 
 
 # ------------------------------------------------------------------ attributes of a unit

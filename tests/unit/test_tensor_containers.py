@@ -69,15 +69,8 @@ def test_tensors_are_found_in_every_kind_of_container():
         assert ids(tensor_containers.tensors_of(output)) == [id(one)], type(output)
     assert ids(tensor_containers.tensors_of(collections.OrderedDict(a=Slotted(Record(one))))) == [id(one)]
     assert ids(tensor_containers.tensors_of(packed)) == [id(packed.data)]
-
-
-def test_tensors_without_gradient_and_parameters_of_modules_are_not_outputs():
-    assert (
-        tensor_containers.tensors_of(
-            [torch.ones(1), "text", 3, None, Opaque(torch.ones(1)), nn.Linear(1, 1), len]
-        )
-        == []
-    )
+    others = [torch.ones(1), "text", 3, None, Opaque(torch.ones(1)), nn.Linear(1, 1), len]
+    assert tensor_containers.tensors_of(others) == []
 
 
 def test_a_tensor_seen_twice_is_found_once_and_cycles_end():
@@ -85,13 +78,6 @@ def test_a_tensor_seen_twice_is_found_once_and_cycles_end():
     loop = Opaque(one)
     loop.again = loop
     assert ids(tensor_containers.tensors_of([one, one, loop])) == [id(one)]
-
-
-def test_inputs_that_need_nothing_are_returned_as_they_are_since_torch_2_14(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.14.0+cpu")
-    args, kwargs = (torch.ones(1), [1, torch.ones(1)]), {"x": Record(torch.ones(1))}
-    new_args, new_kwargs = tensor_containers.convert_inputs(args, kwargs, torch.device("cpu"), None)
-    assert new_args is args and new_kwargs is kwargs
 
 
 def shared_after(version, dtype, monkeypatch):
@@ -107,12 +93,9 @@ def shared_after(version, dtype, monkeypatch):
     return new is one, new[1].second is one[1].second, other is empty, kwargs["record"] is record
 
 
-def test_module_gets_lists_and_dicts_of_its_own_as_torchs_does_until_2_13(monkeypatch):
+def test_module_gets_lists_and_dicts_of_its_own_until_torch_2_13_and_where_inputs_are_cast(monkeypatch):
     assert shared_after("2.13.0+cpu", None, monkeypatch) == (False, False, True, True)
-    assert shared_after("2.14.0", None, monkeypatch) == (True, True, True, True)
-
-
-def test_module_gets_lists_and_dicts_of_its_own_where_inputs_are_cast(monkeypatch):
+    assert shared_after("2.14.0+cpu", None, monkeypatch) == (True, True, True, True)
     for version in ("2.13.0", "2.15.1"):
         assert shared_after(version, torch.float32, monkeypatch) == (False, False, False, True)
 

@@ -16,15 +16,7 @@ from fsdp_c.sharding.configuration import UnitConfig
 from tests.processes import output_of_python
 
 ROOT = Path(__file__).resolve().parents[2]
-ARGUMENTS: tuple[tuple[Any, ...], ...] = (
-    (),
-    (None,),
-    (0,),
-    ([],),
-    (None, None),
-    (len, (), {}),
-    (None, None, None),
-)
+ARGUMENTS: list[tuple[Any, ...]] = [(), (None,), (0,), ([],), (None, None), (len, (), {}), (None, None, None)]
 HANDLE = sorted(
     name for name in vars(_C.Handle) if callable(vars(_C.Handle)[name]) and not name.startswith("__")
 )
