@@ -139,19 +139,7 @@ def torch_save(path: Path, version: int) -> None:
     dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
-_CALLS = {
-    "open",
-    "mkdir",
-    "rename",
-    "unlink",
-    "rmdir",
-    "ftruncate",
-    "pwrite",
-    "flush",
-    "close",
-    "flock",
-    "scandir",
-}
+_CALLS = set("open mkdir rename unlink rmdir ftruncate pwrite flush close flock scandir".split())
 
 
 def killed_at(call: int, work: Callable[[], object]) -> bool:

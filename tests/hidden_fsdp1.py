@@ -19,17 +19,10 @@ WAYS = ("refused", "removed", "gone")
 FSDP = "torch.distributed.fsdp"
 FSDP2 = f"{FSDP}._fully_shard"
 BESIDE_TENSOR_PARALLELISM = "torch.distributed.tensor.parallel.fsdp"
-FSDP2_NAMES = {
-    "CPUOffloadPolicy",
-    "DataParallelMeshDims",
-    "FSDPModule",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "UnshardHandle",
-    "fully_shard",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-}
+FSDP2_NAMES = set(
+    "CPUOffloadPolicy DataParallelMeshDims FSDPModule MixedPrecisionPolicy OffloadPolicy UnshardHandle "
+    "fully_shard register_fsdp_forward_method share_comm_ctx".split()
+)
 
 
 def is_of_fsdp1(name: str) -> bool:
