@@ -1,13 +1,29 @@
 /* links, with stand-ins of its own: runtime/forward.c runtime/backward.c runtime/unshard.c runtime/reshard.c runtime/prefetch.c
           runtime/reduce.c runtime/optional.c runtime/order.c runtime/runtime.c runtime/unit.c handle/handle.c handle/flat_param.c */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "harness.h"
-#include "python_memory.h"
 
 #include "runtime/callbacks.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
+
+/* ---- stand-in for Python's allocator: the program has no Python ---- */
+
+void *PyMem_Calloc(size_t count, size_t size) {
+    return calloc(count, size);
+}
+
+void *PyMem_Realloc(void *memory, size_t size) {
+    return realloc(memory, size);
+}
+
+void PyMem_Free(void *memory) {
+    free(memory);
+}
 
 /* ---- stand-ins below the policy, which log each unshard, free and flush ---- */
 

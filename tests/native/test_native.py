@@ -15,16 +15,10 @@ from tests.settings import EXHAUSTIVE, PATIENCE
 NATIVE = Path(__file__).resolve().parent
 CSRC = NATIVE.parents[1] / "csrc"
 PROGRAMS = sorted(NATIVE.glob("test_*.c"))
-STRICT = [
-    "-std=c11",
-    "-Wall",
-    "-Wextra",
-    "-Wno-unused-parameter",
-    "-Wshadow",
-    "-Wstrict-prototypes",
-    "-Wmissing-prototypes",
-    "-Werror",
-]
+STRICT = (
+    "-std=c11 -Wall -Wextra -Wno-unused-parameter -Wshadow -Wstrict-prototypes -Wmissing-prototypes".split()
+)
+STRICT += ["-Werror"]
 TIMEOUT_S = (1800 if EXHAUSTIVE else 120) * PATIENCE
 FUZZ_COUNT = {"FSDP_C_FUZZ_COUNT": "1000000"} if EXHAUSTIVE else {}
 # Invariants are checked, allocations can be made to fail, and Python's headers are there, but no Python.
