@@ -11,28 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.native.test_native import CSRC, NATIVE, SANITIZE, run
+from tests.libraries import KERNEL_FLAGS
+from tests.native.test_native import CSRC, NATIVE, compiler, run, sanitizers  # noqa: F401  (fixtures)
 
 ROOT = NATIVE.parents[1]
 KERNELS = CSRC / "kernels"
-EMULATION = [
-    "-std=c++17",
-    "-O0",
-    "-g",
-    "-ffp-contract=off",
-    "-fno-strict-aliasing",
-    "-Wall",
-    "-Wextra",
-    "-Wshadow",
-]
-EMULATION += [
-    "-Werror",
-    "-Wno-unknown-pragmas",
-    f"-I{CSRC}",
-    f"-I{NATIVE}",
-    "-DMAX_STRIDED_NUMEL=5000",
-    "-DCUDA_THREADS=32",
-]
+EMULATION = [*KERNEL_FLAGS, "-O0", "-g", "-Wshadow", f"-I{CSRC}", f"-I{NATIVE}"]
+EMULATION += ["-DMAX_STRIDED_NUMEL=5000", "-DCUDA_THREADS=32"]
 EMULATION += ["-include", str(NATIVE / "cuda_emulation.h"), "-x", "c++"]
 C = ["-std=c11", "-O1", "-g", "-ffp-contract=off", f"-I{CSRC}"]
 
@@ -46,22 +31,12 @@ def compile_to(output: Path, *command: str) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
-def sanitizers(folder: Path) -> list[str]:
-    (folder / "empty.cpp").write_text("int main() { return 0; }\n")
-    command = ["c++", *SANITIZE, str(folder / "empty.cpp"), "-o", str(folder / "empty")]
-    works = (
-        subprocess.run(command, capture_output=True).returncode == 0 and run(folder / "empty").returncode == 0
-    )
-    return SANITIZE if works else []
-
-
 def test_every_kernel_of_the_cpu_has_a_twin() -> None:
     sources = {path.stem for path in KERNELS.glob("*.c") if not path.stem.startswith(("blocks", "loops"))}
     assert {path.stem for path in KERNELS.glob("*.cu")} == sources
 
 
-def test_emulated_kernels_equal_the_cpus(tmp_path: Path) -> None:
-    sanitize = sanitizers(tmp_path)
+def test_emulated_kernels_equal_the_cpus(tmp_path: Path, sanitizers: list[str]) -> None:  # noqa: F811
     objects = {path: tmp_path / f"{path.name}.o" for path in sorted(KERNELS.glob("*.c*"))}
     objects[NATIVE / "cuda_kernels.cpp"] = tmp_path / "main.o"
 
@@ -69,11 +44,11 @@ def test_emulated_kernels_equal_the_cpus(tmp_path: Path) -> None:
         if source.suffix == ".c":  # C sources are covered by test_native.py
             compile_to(objects[source], "cc", *C, "-c", str(source))
         else:
-            compile_to(objects[source], "c++", *sanitize, *EMULATION, "-c", str(source))
+            compile_to(objects[source], "c++", *sanitizers, *EMULATION, "-c", str(source))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compile_one, objects))
-    compile_to(tmp_path / "kernels", "c++", *sanitize, *map(str, objects.values()), "-lm")
+    compile_to(tmp_path / "kernels", "c++", *sanitizers, *map(str, objects.values()), "-lm")
     result = run(tmp_path / "kernels")
     assert result.returncode == 0, result.stdout + result.stderr
 

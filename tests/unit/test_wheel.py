@@ -14,16 +14,7 @@ import pytest
 import setuptools
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = (
-    "csrc",
-    "fsdp_c",
-    "setup.py",
-    "pyproject.toml",
-    "MANIFEST.in",
-    "README.md",
-    "CHANGELOG.md",
-    "LICENSE",
-)
+SHIPPED = "csrc fsdp_c setup.py pyproject.toml MANIFEST.in README.md CHANGELOG.md LICENSE".split()
 
 
 def call(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -47,18 +38,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         else:
             shutil.copy(ROOT / name, source / name)
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-build-isolation",
-        "--no-deps",
-        "--no-index",
-        "-w",
-        "wheels",
-        ".",
-    )
+    pip = [sys.executable, *"-m pip wheel --no-build-isolation --no-deps --no-index -w wheels .".split()]
     done = call(*pip, cwd=source, FSDP_C_OPT="-O0")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (built,) = (source / "wheels").iterdir()
@@ -106,15 +86,8 @@ def test_extension_links_against_libc_alone(installed: Path) -> None:
     done = call("readelf", "-d", str(installed / "fsdp_c" / "_C.abi3.so"), cwd=installed)
     needed = {line.split("[")[1].split(".so")[0] for line in done.stdout.splitlines() if "(NEEDED)" in line}
     assert needed
-    assert needed <= {
-        "libc",
-        "libm",
-        "libdl",
-        "libpthread",
-        "libgcc_s",
-        "ld-linux-x86-64",
-        "ld-linux-aarch64",
-    }
+    known = "libc libm libdl libpthread libgcc_s ld-linux-x86-64 ld-linux-aarch64"
+    assert needed <= set(known.split())
 
 
 def test_import_without_torch_names_torch(installed: Path) -> None:
