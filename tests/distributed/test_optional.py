@@ -22,7 +22,7 @@ from fsdp_c import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrateg
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding.optional import is_marked
 from fsdp_c.wrap import ModuleWrapPolicy
-from tests.distributed.test_collectives import calls, counted
+from tests.distributed.test_collectives import calls
 from tests.ranks import device, on_ranks
 from tests.storage import HELD_BACK, live_nbytes, live_nbytes_after_a_failure, settled_nbytes
 from tests.training import debug_level
@@ -323,18 +323,6 @@ def test_optional_units_that_the_synchronised_backward_skips_are_reduced(rank: i
                 torch.testing.assert_close(param.grad, whole)
 
 
-@on_ranks(2)
-def test_a_frozen_optional_unit_has_no_gradient(rank: int) -> None:
-    torch.manual_seed(0)
-    net = mark(Model())
-    net.encoder.requires_grad_(False)
-    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Encoder}), device_id=device(), use_orig_params=True)
-    with calls() as seen:
-        model(batch(rank), Program(rank, [[]] * LAYERS)).sum().backward()
-    assert net.encoder._flat_param.grad is None
-    assert counted(seen) == {"AG": 3, "RS": 1}  # the root, and the encoder twice
-
-
 # ----------------------------------------------------------------- the same collectives on all ranks
 
 
@@ -354,16 +342,6 @@ def test_optional_units_are_all_gathered_and_reduced_with_their_parent(rank: int
 
 
 @on_ranks(2)
-def test_optional_units_stay_unsharded_under_shard_grad_op(rank: int) -> None:
-    model = optional_model(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    units = len(FSDP.fsdp_modules(model))
-    for program in (SOME, NOTHING):
-        with calls() as seen:
-            model(batch(rank), program).sum().backward()
-        assert counted(seen) == {"AG": units, "RS": units}
-
-
-@on_ranks(2)
 def test_optional_units_of_one_parent_are_unsharded_at_a_time(rank: int) -> None:
     model = optional_model(forward_prefetch=False)
     before, most = settled_nbytes(), []
@@ -380,9 +358,6 @@ def test_optional_units_of_one_parent_are_unsharded_at_a_time(rank: int) -> None
     held_back = [0, HELD_BACK * nbytes(layers[0].module.experts[2])]
     assert most == [one + more for one, more in zip(held, held_back, strict=True)]
     assert live_nbytes() == before
-
-
-# ----------------------------------------------------------------- without a mark
 
 
 # ----------------------------------------------------------------- other parts of a step

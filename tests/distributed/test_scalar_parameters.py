@@ -18,12 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import (
-    CPUOffload,
-    MixedPrecision,
     checkpoint,
 )
-from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.optim import WholeParameters
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.ranks import all_strategies, both_views, device, on_ranks
@@ -77,8 +75,6 @@ POLICY = ModuleWrapPolicy({Block, Alone})
 def units(module: nn.Module, strategy: str, use_orig_params: bool, **options: Any) -> Any:
     if strategy == "MESH":
         options["device_mesh"] = init_device_mesh(device().type, (dist.get_world_size(),))
-    elif strategy.startswith("HYBRID"):
-        options["device_mesh"] = init_device_mesh(device().type, (2, dist.get_world_size() // 2))
     strategy = "FULL_SHARD" if strategy == "MESH" else strategy
     defaults = {"use_orig_params": use_orig_params, "auto_wrap_policy": POLICY}
     return wrap(module, strategy=strategy, **(defaults | options))
@@ -136,40 +132,6 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 # ----------------------------------------------------------------- training
-
-
-def assert_trains(build: Build, strategy: str, use_orig_params: bool, **options: Any) -> None:
-    """The bits of vectors, and in full precision the values of the plain module."""
-    found = {}
-    for shape in ((), (1,)):
-        model = units(build(shape), strategy, use_orig_params, **options)
-        losses = train(model, adamw(model.parameters()))
-        found[shape] = losses, {name: value.view(-1) for name, value in values(model).items()}
-        assert {name: value.shape for name, value in values(model).items()} == {
-            name: param.shape for name, param in build(shape).named_parameters()
-        }
-    assert found[()][0] == found[1,][0]
-    assert_same(found[1,][1], found[()][1])
-    if "mixed_precision" not in options:
-        plain = build(())
-        losses = train(plain, adamw(plain.parameters()))
-        assert found[()][0] == pytest.approx(losses, rel=1e-4)
-        assert_close(found[()][1], {name: value.view(-1) for name, value in values(plain).items()})
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "bf16": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-    "offload": {"cpu_offload": CPUOffload(offload_params=True)},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@both_views
-@all_strategies
-@on_ranks(2)
-def test_training_has_the_bits_of_vectors(strategy: str, use_orig_params: bool, options: str) -> None:
-    assert_trains(Scaled, strategy, use_orig_params, **OPTIONS[options])
 
 
 @on_ranks(2)

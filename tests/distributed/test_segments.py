@@ -196,20 +196,6 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 # ----------------------------------------------------------------- training
 
 
-@all_kinds
-@both_views
-@on_ranks(2)
-def test_trains_as_the_plain_model_does(rank: int, world_size: int, kind: str, use_orig_params: bool) -> None:
-    model, reference = wrapped(kind, use_orig_params), plain(kind)
-    train(model, rank)
-    train_plain(reference, world_size)
-    assert_same(full_state(model), dict(reference.state_dict()))
-    block = model.blocks[0]
-    assert len(block.params) == NUM_FLAT[kind]
-    trained = [flat_param.requires_grad for flat_param in block.params]
-    assert trained == sorted(trained, reverse=True)
-
-
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float64], ids=str)
 @on_ranks(2)
 def test_frozen_parts_apart_change_no_bit(rank: int, low: torch.dtype) -> None:
@@ -264,21 +250,21 @@ def test_frozen_parameters_cost_no_gradient(rank: int, use_orig_params: bool) ->
     assert 8 * every <= sum(gathered) + 4 * 2 * (WIDTH * WIDTH + WIDTH) <= 1.05 * 8 * every + 4096
 
 
-# ----------------------------------------------------------------- in a step
-
-
 # ----------------------------------------------------------------- state dicts and names
 
 
 @all_kinds
 @both_views
 @on_ranks(2)
-def test_optimizer_state_of_segments_loads_with_the_other_use_orig_params(
+def test_segments_train_as_the_plain_model_and_their_state_loads_with_the_other_use_orig_params(
     rank: int, world_size: int, kind: str, use_orig_params: bool
 ) -> None:
     model, reference = wrapped(kind, use_orig_params), plain(kind)
+    trained = [flat_param.requires_grad for flat_param in model.blocks[0].params]
+    assert len(trained) == NUM_FLAT[kind] and trained == sorted(trained, reverse=True)
     optimizer = train(model, rank)
     train_plain(reference, world_size)
+    assert_same(full_state(model), dict(reference.state_dict()))
     names = {name for name, param in reference.named_parameters() if param.requires_grad}
     state = FSDP.optim_state_dict(model, optimizer)
     assert set(state["state"]) == names

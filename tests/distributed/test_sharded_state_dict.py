@@ -6,6 +6,7 @@ import copy
 import io
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -129,21 +130,6 @@ def test_sharded_values_and_their_metadata_equal_torchs(rank, use_orig_params, m
 @both_forms
 @both_views
 @on_ranks(2)
-def test_sharded_dict_loads_into_another_model(rank, use_orig_params, mesh):
-    source, target = wrap(odd(0), use_orig_params, mesh=mesh), wrap(odd(1), use_orig_params, mesh=mesh)
-    train(source, rank)
-    train(target, rank)
-    result = load(target, SHARDED, saved(source, SHARDED))
-    assert result.missing_keys == result.unexpected_keys == []
-    assert_same_full(source, target)
-    train(source, rank)
-    train(target, rank)
-    assert_same_full(source, target)
-
-
-@both_forms
-@both_views
-@on_ranks(2)
 def test_sharded_dict_loads_where_whole_tensors_are_loaded(use_orig_params, mesh):
     source = wrap(odd(0), use_orig_params, mesh=mesh)
     for strategy, kind in (("FULL_SHARD", FULL), ("NO_SHARD", FULL), ("NO_SHARD", SHARDED)):
@@ -152,26 +138,6 @@ def test_sharded_dict_loads_where_whole_tensors_are_loaded(use_orig_params, mesh
             result = loader(target, kind, saved(source, SHARDED))
             assert result.missing_keys == result.unexpected_keys == []
             assert_same_full(source, target)
-
-
-@on_ranks(2)
-def test_saved_values_have_memory_of_their_own(rank):
-    model = wrap(odd(), True)
-    state = saved(model, SHARDED)
-    pointers = [
-        shard.tensor.untyped_storage().data_ptr()
-        for v in state.values()
-        if isinstance(v, ShardedTensor)
-        for shard in v.local_shards()
-    ]
-    assert len(set(pointers)) == len(pointers)
-    before = {
-        name: v.local_shards()[0].tensor.clone()
-        for name, v in state.items()
-        if isinstance(v, ShardedTensor) and v.local_shards()
-    }
-    train(model, rank)
-    assert all(torch.equal(before[name], state[name].local_shards()[0].tensor) for name in before)
 
 
 @both_views
@@ -235,22 +201,12 @@ def test_inner_unit_saves_and_loads_on_its_own():
 
 @on_ranks(2)
 def test_all_units_are_saved_by_one_transfer():
-    calls = []
-    original = dist.all_to_all_single
-
-    def counted(*args, **kwargs):
-        calls.append("all_to_all")
-        return original(*args, **kwargs)
-
     model = wrap(odd(), False)
-    dist.all_to_all_single = counted
-    try:
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as transfer:
         state = saved(model, SHARDED)
-        assert calls == ["all_to_all"]
+        assert transfer.call_count == 1
         load(model, SHARDED, state)
-        assert calls == ["all_to_all"] * 2
-    finally:
-        dist.all_to_all_single = original
+        assert transfer.call_count == 2
 
 
 # ----------------------------------------------------------------- errors

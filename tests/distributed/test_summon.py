@@ -35,38 +35,6 @@ def summon(model: Any, **options: Any) -> Any:
     return implementation("fsdp_c").summon_full_params(model, **options)
 
 
-@both_views
-@on_ranks(2)
-def test_summoned_parameters_are_in_full_precision_under_mixed_precision(use_orig_params: bool) -> None:
-    model = wrap(plain(), use_orig_params, mixed_precision=MixedPrecision(torch.bfloat16))
-    model(torch.ones(2, WIDTH))
-    with summon(model):
-        assert_same(dict(plain().named_parameters()), shown(model))
-
-
-@all_strategies
-@both_views
-@pytest.mark.parametrize("writeback", [True, False])
-@on_ranks(2)
-def test_edits_persist_with_writeback_or_where_nothing_is_sharded(
-    rank: int, strategy: str, use_orig_params: bool, writeback: bool
-) -> None:
-    model = wrap(plain(), use_orig_params, sharding_strategy=strategy)
-    with summon(model, writeback=writeback), torch.no_grad():
-        for param in model.parameters():
-            param.mul_(2)
-    kept = writeback or strategy == "NO_SHARD"
-    expected = plain()
-    with torch.no_grad():
-        for param in expected.parameters():
-            param.mul_(2 if kept else 1)
-    assert_same(expected.state_dict(), full_state_dict(model))
-    reference = wrap(expected, use_orig_params, sharding_strategy=strategy)
-    train(model, rank)
-    train(reference, rank)
-    assert_same(full_state_dict(reference), full_state_dict(model))
-
-
 @all_strategies
 @both_views
 @on_ranks(2)
@@ -83,16 +51,6 @@ def test_parameters_that_are_moved_and_moved_back_train_on(
     train(model, rank)
     train(expected, rank)
     assert_same(full_state_dict(expected), full_state_dict(model))
-
-
-@both_views
-@on_ranks(2)
-def test_rank0_only_leaves_shards_on_the_other_ranks(rank: int, use_orig_params: bool) -> None:
-    model = wrap(plain(), use_orig_params)
-    sharded = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in shown(model).items()}
-    with summon(model, rank0_only=True, writeback=False):
-        assert_same(dict(plain().named_parameters()) if rank == 0 else sharded, shown(model))
-    assert_same(plain().state_dict(), full_state_dict(model))
 
 
 @both_views

@@ -31,7 +31,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.compat.standins import dtensor_extensions as standins
@@ -406,17 +405,6 @@ def test_entry_of_local_shape_is_refused_and_nothing_is_loaded() -> None:
 # ------------------------------------------------------------------ construction
 
 
-@on_ranks(4)
-def test_extension_is_set_where_the_mesh_is_a_slice() -> None:
-    model = wrap(tp.parallelized(plain(), "mlp"))
-    assert isinstance(model._fsdp_extension, DTensorExtensions)
-    layer = model.layers[0]._flat_param
-    placements = [one and one.placements for one in layer._param_extensions]
-    assert placements == [None, None, (Shard(0),), (Shard(0),), (Shard(1),), (Replicate(),)]
-    assert layer._shapes[2] == (tp.HIDDEN // 2, tp.WIDTH)
-    assert wrap(plain(), device_mesh=None)._fsdp_extension is None
-
-
 @both_views
 @on_ranks(4)
 def test_dtensors_in_the_forward_are_marked_as_flattened(rank: int, use_orig_params: bool) -> None:
@@ -483,13 +471,7 @@ def test_sharded_state_dict_equals_torchs_and_loads_again(plan: str, use_orig_pa
     """Rows over both dimensions of the mesh."""
     states = []
     for which in ("torch", "fsdp_c"):
-        model = implementation(which)(
-            tp.parallelized(plain(), plan),
-            device_mesh=tp.mesh()["dp"],
-            device_id=device(),
-            auto_wrap_policy=ModuleWrapPolicy({tp.Layer}),
-            use_orig_params=use_orig_params,
-        )
+        model = wrap(tp.parallelized(plain(), plan), which, use_orig_params=use_orig_params)
         states.append(sharded_state(model))
     torchs, ours = states
     assert list(torchs) == list(ours)

@@ -18,8 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.fsdp import FullOptimStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.optim import ZeroRedundancyOptimizer, _NamedOptimizer
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.distributed.optim import _NamedOptimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -144,71 +143,6 @@ def recomputed(fsdp: Any, when: str, rank: int) -> Record:
 def test_activation_checkpointing_before_and_after_wrapping_equals_torchs(rank: int, when: str) -> None:
     record = record_in_every_way(lambda fsdp: recomputed(fsdp, when, rank))
     assert record["losses"][0] != record["losses"][1]
-
-
-# ------------------------------------------------------------------ optimizers
-
-
-def beside_zero(fsdp: Any, rank: int) -> Record:
-    """An encoder in units, and a head that is replicated, whose optimizer's state alone is divided."""
-    model = wrapped(fsdp)
-    torch.manual_seed(6)
-    head = nn.parallel.DistributedDataParallel(nn.Linear(model(batch(rank, 0)).shape[-1], 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    zero = ZeroRedundancyOptimizer(head.parameters(), torch.optim.AdamW, lr=0.01)
-    losses = []
-    for step in range(3):
-        loss = head(model(batch(rank, step))).square().mean()
-        loss.backward()
-        for each in (optimizer, zero):
-            each.step()
-            each.zero_grad()
-        losses.append(loss.detach())
-    return {"losses": losses, "end": shards(model), "head": shards(head)}
-
-
-@own_ranks
-def test_zero_redundancy_optimizer_trains_beside_units(rank: int) -> None:
-    record_in_every_way(lambda fsdp: beside_zero(fsdp, rank))
-
-
-# ------------------------------------------------------------------ averaged weights
-
-
-def averaged(fsdp: Any, use_orig_params: bool, rank: int) -> Record:
-    """Averages of shards, in a twin that is wrapped the same way."""
-    torch.manual_seed(3)
-    module = Net(2)
-    average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    average.module = wrapped(fsdp, use_orig_params, module=average.module)
-    model = wrapped(fsdp, use_orig_params, module=module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        train(model, optimizer, range(step, step + 1), rank)
-        average.update_parameters(model)
-        with torch.no_grad():
-            output = average(batch(rank, step))
-    with fsdp.state_dict_type(average.module, StateDictType.FULL_STATE_DICT):
-        whole = average.module.state_dict()
-    return {"output": output, "whole": whole, "end": shards(average.module), "model": shards(model)}
-
-
-@both_views
-@own_ranks
-def test_weights_are_averaged_shard_by_shard(rank: int, use_orig_params: bool) -> None:
-    records = {}
-    for way in WAYS:
-        with in_place(way) as fsdp:
-            records[way] = averaged(fsdp, use_orig_params, rank)
-    torchs = records.pop("torch")
-    for stale in ("output", "whole"):  # torch's are of the root's weights from before the last average
-        torchs.pop(stale)
-    assert any(not torch.equal(value, torchs["model"][name]) for name, value in torchs["end"].items())
-    for record in records.values():
-        plain_model = Net(2)
-        plain_model.load_state_dict(record.pop("whole"))
-        torch.testing.assert_close(record.pop("output"), plain_model(batch(rank, 2)).detach())
-        assert_same(torchs, record)
 
 
 # ------------------------------------------------------------------ NamedOptimizer

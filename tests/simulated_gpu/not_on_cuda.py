@@ -10,7 +10,6 @@ import pytest
 
 from tests import real_cuda
 
-OTHER_ROUNDING = "offloaded optimizers step on the CPU, which divides by numbers otherwise than a GPU does"
 NO_SPARSE = "the operators of both devices take no sparse tensors"
 NO_PHILOX = "a generator of the simulated GPU has the CPU's state, in which DTensor finds no offset"
 PLACES = "where a group has gloo beside NCCL, torch says that shards on a GPU are on the CPU"
@@ -48,9 +47,6 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "tests/distributed/test_recover.py": {
         "test_sparse_gradient_is_refused_with_rank_unit_parameter_and_remedy": NO_SPARSE,
-    },
-    "tests/distributed/test_offload.py": {
-        "test_training_is_bitwise_that_without_offload": OTHER_ROUNDING,
     },
     "tests/distributed/test_sharded_grad_scaler.py": {
         "test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check": NO_SPARSE,
