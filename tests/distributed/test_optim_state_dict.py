@@ -23,7 +23,6 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.tensor import DTensor
 
 import fsdp_c.checkpoint
 from fsdp_c import checkpoint
@@ -31,7 +30,7 @@ from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.distributed.test_sharded_state_dict import assert_same_value
 from tests.distributed.test_state_dict import wrap
 from tests.models import WIDTH, Net
-from tests.parity.engine import implementation, same_bits
+from tests.parity.engine import different_paths, implementation, same_bits, snapshot
 from tests.ranks import both_views, device, on_ranks
 from tests.training import FULL, SHARDED, batch, train
 
@@ -484,15 +483,6 @@ def test_state_of_a_parameter_that_the_optimizer_does_not_hold_is_named(rank):
         to_load(model, other, saved(model, optimizer))
 
 
-def snapshot(value: Any) -> Any:
-    """Return a deep copy; of sharded values, this rank's part."""
-    if isinstance(value, dict):
-        return {key: snapshot(one) for key, one in value.items()}
-    if isinstance(value, ShardedTensor):
-        return [shard.tensor.clone() for shard in value.local_shards()]
-    return value.to_local().clone() if isinstance(value, DTensor) else copy.deepcopy(value)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"mesh": True}, {"sharding_strategy": "NO_SHARD"}], ids=["rows", "mesh", "NO_SHARD"]
 )
@@ -513,8 +503,7 @@ def test_given_state_is_neither_changed_nor_aliased(rank, kind, use_orig_params,
     train(model, optimizer, rank)
     optimizer.load_state_dict(to_load(model, optimizer, state, kind))
     train(model, optimizer, rank)
-    after = snapshot(state)
-    assert repr(before) == repr(after)
+    assert not different_paths(before, snapshot(state))
 
 
 @both_forms

@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from tests.distributed.test_use_orig_params import STEPS, Trace, backward, compare, named
+from tests.distributed.test_use_orig_params import backward, named
 from tests.parity.engine import same_bits
 from tests.ranks import all_strategies, device, on_ranks
-from tests.training import batch, sharded
+from tests.training import assert_same, batch, sharded
+
+
+class Trace(dict[str, Any]):
+    """The record of a run of one implementation, by moment."""
+
+    def record(self, moment: str, model: nn.Module) -> None:
+        for name, param in named(model).items():
+            self[f"{moment} {name}"] = param.detach().clone()
+            self[f"{moment} {name} grad"] = None if param.grad is None else param.grad.clone()
+
+
+def compare(rank: int, body: Callable[[Any, Trace, int], None], strategy: str, **arguments: Any) -> Trace:
+    """Run the body on torch's FSDP1 and on fsdp_c, require equal records, return fsdp_c's."""
+    traces = {which: Trace() for which in ("torch", "fsdp_c")}
+    for which, trace in traces.items():
+        body(sharded(which, strategy, **arguments), trace, rank)
+    assert_same(traces["torch"], traces["fsdp_c"])
+    return traces["fsdp_c"]
 
 
 def optimizers_in_backward(rank: int, strategy: str, **arguments: Any) -> Trace:
     def body(model: Any, trace: Trace, rank: int) -> None:
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05, "momentum": 0.9})
-        for step in range(STEPS):
+        for step in range(4):
             backward(model, step, rank)
-            trace.record(f"step {step}", named(model))
+            trace.record(f"step {step}", model)
 
     return compare(rank, body, strategy, **arguments)
 
@@ -50,7 +70,7 @@ def test_steps_at_each_reduction_equal_torchs(rank: int, strategy: str) -> None:
         for step in range(2):
             outputs = [model(batch(rank, 2 * step + each).requires_grad_()) for each in range(2)]
             sum(outputs).square().mean().backward()
-            trace.record(f"step {step}", named(model))
+            trace.record(f"step {step}", model)
 
     compare(rank, body, strategy, net={"around": "reentrant"})
 
@@ -103,7 +123,7 @@ def test_an_optimizer_of_several_parameters_steps_once(rank: int, strategy: str)
                 param._in_backward_optimizers = [optimizer]
         for step in range(2):
             backward(model, step, rank)
-            trace.record(f"step {step}", named(model))
+            trace.record(f"step {step}", model)
         assert set(steps_taken.values()) == {2}
 
     compare(rank, body, strategy)

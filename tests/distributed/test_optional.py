@@ -22,7 +22,7 @@ from fsdp_c import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrateg
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding.optional import is_marked
 from fsdp_c.wrap import ModuleWrapPolicy
-from tests.distributed.test_collectives import calls
+from tests.distributed.test_collectives import calls, counted
 from tests.ranks import device, on_ranks
 from tests.storage import HELD_BACK, live_nbytes, live_nbytes_after_a_failure, settled_nbytes
 from tests.training import debug_level
@@ -339,6 +339,16 @@ def test_optional_units_are_all_gathered_and_reduced_with_their_parent(rank: int
         model(batch(rank), [[2], []][rank]).sum().backward()
     gathers, reductions = [("AG", expert)] * EXPERTS, [("RS", expert)] * EXPERTS
     assert seen == [("AG", around), *gathers, *gathers, *reductions, ("RS", around)]
+
+
+@on_ranks(2)
+def test_optional_units_stay_unsharded_under_shard_grad_op(rank: int) -> None:
+    model = optional_model(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    units = len(FSDP.fsdp_modules(model))
+    for program in (SOME, NOTHING):
+        with calls() as seen:
+            model(batch(rank), program).sum().backward()
+        assert counted(seen) == {"AG": units, "RS": units}
 
 
 @on_ranks(2)

@@ -127,9 +127,12 @@ def assert_ended_well(ends: list[End]) -> None:
         assert end.returncode == 0, f"rank {rank}: {end}"
 
 
+@pytest.mark.parametrize("what", [(), ("slow",)], ids=["", "slow"])
 @pytest.mark.timeout(LIMIT_S + 30)
-def test_destroyed_groups_end_their_threads_before_the_interpreter_ends(tmp_path: Path) -> None:
-    ends = run(tmp_path)
+def test_destroyed_groups_end_their_threads_before_the_interpreter_ends(
+    tmp_path: Path, what: tuple[str, ...]
+) -> None:
+    ends = run(tmp_path, *what)
     assert_ended_well(ends)
     for end in ends:
         assert "group is gone: True" in end.output
@@ -150,14 +153,6 @@ def test_groups_that_are_not_destroyed_serve_to_the_end(tmp_path: Path) -> None:
 def test_threads_of_groups_that_are_kept_do_not_abort_the_process(tmp_path: Path) -> None:
     for attempt, by in enumerate(("keep", "hold")):  # kept by torch.distributed, or by the script only
         assert_ended_well(run(tmp_path / str(attempt), by, "silent", "slow"))
-
-
-@pytest.mark.timeout(3 * LIMIT_S)
-def test_threads_that_hold_tensors_at_the_end_do_not_abort_the_process(
-    tmp_path: Path,
-) -> None:
-    for attempt in range(2):
-        assert_ended_well(run(tmp_path / str(attempt), "slow"))
 
 
 @pytest.mark.timeout(LIMIT_S + 30)

@@ -312,12 +312,3 @@ def test_segments_train_on_after_casts(rank: int, world_size: int, use_orig_para
 def test_warning_about_frozen_parameters_names_split_frozen() -> None:
     with pytest.warns(UserWarning, match=r"wrap under fsdp_c\.wrap\.split_frozen"):
         wrapped("lora", True, split=False)
-
-
-@on_ranks(2)
-def test_complex_parameters_are_refused() -> None:
-    model = nn.ParameterDict(
-        {"one": nn.Parameter(torch.ones(3)), "two": nn.Parameter(torch.ones(3).to(torch.cfloat))}
-    )
-    with pytest.raises(ValueError, match="Cannot flatten complex dtype tensors: two"):
-        FSDP(model, device_id=device())

@@ -15,12 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 
 from tests.models import Net
-from tests.parity.engine import same_bits
+from tests.parity.engine import different_paths, same_bits, snapshot
 from tests.ranks import both_views, on_ranks
 from tests.training import FULL, LOCAL, PER_BLOCK, SHARDED, batch, wrap
 
@@ -151,39 +149,9 @@ def attempt(work: Work) -> Any:
         return error
 
 
-def plain_value(value: Any) -> Any:
-    if isinstance(value, ShardedTensor):
-        shards = value.local_shards()
-        return value.metadata().size, [
-            (shard.metadata.shard_offsets, shard.tensor.clone()) for shard in shards
-        ]
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def plain_values(state: Any) -> Any:
-    if not isinstance(state, dict):
-        return state
-    return {
-        name: plain_values(value) if isinstance(value, dict) else plain_value(value)
-        for name, value in state.items()
-    }
-
-
-def are_same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return (
-            isinstance(other, dict)
-            and one.keys() == other.keys()
-            and all(are_same(one[k], other[k]) for k in one)
-        )
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(are_same, one, other))
-    return same_bits(one, other) if isinstance(one, Tensor) else one == other
-
-
 def values_elsewhere(kind: StateDictType, use_orig_params: bool) -> dict[str, Any]:
     """Return torch's values outside of all these points."""
-    return plain_values(got(built("torch", use_orig_params), kind))
+    return snapshot(got(built("torch", use_orig_params), kind))
 
 
 @both_views
@@ -191,22 +159,22 @@ def values_elsewhere(kind: StateDictType, use_orig_params: bool) -> dict[str, An
 @on_ranks(2, timeout_s=180)
 def test_state_dict_and_load_wherever_units_are_idle(rank, kind, use_orig_params):
     source = built("fsdp_c", use_orig_params, seed=1)
-    state, whole = got(source, KINDS[kind]), plain_values(got(source, FULL))
+    state, whole = got(source, KINDS[kind]), snapshot(got(source, FULL))
     for place in IDLE:
         name = place.__name__
         results = []
         for which in ("torch", "fsdp_c"):
             model = built(which, use_orig_params)
-            results.append(place(model, rank, lambda model=model: plain_values(got(model, KINDS[kind]))))
+            results.append(place(model, rank, lambda model=model: snapshot(got(model, KINDS[kind]))))
         if not (
             kind == "local" and place is between_forward_and_backward
         ):  # torch's parameters are unsharded there
-            assert are_same(*results), name
-        assert are_same(values_elsewhere(KINDS[kind], use_orig_params), results[1]), name
+            assert not different_paths(*results), name
+        assert not different_paths(values_elsewhere(KINDS[kind], use_orig_params), results[1]), name
         model = built("fsdp_c", use_orig_params)
         keys = place(model, rank, lambda model=model: loaded(model, KINDS[kind], state))
         assert keys.missing_keys == keys.unexpected_keys == [], name
-        assert are_same(whole, plain_values(got(model, FULL))), name
+        assert not different_paths(whole, snapshot(got(model, FULL))), name
         model(batch(rank)).sum().backward()  # training continues
 
 
@@ -220,12 +188,12 @@ def test_state_is_refused_inside_forward_and_backward(rank, kind, use_orig_param
         model = built("torch", use_orig_params)
         assert isinstance(place(model, rank, lambda m=model: attempt(lambda: got(m, KINDS[kind]))), Exception)
         model = built("fsdp_c", use_orig_params)
-        before = plain_values(got(model, FULL))
+        before = snapshot(got(model, FULL))
         for work in (lambda m=model: got(m, KINDS[kind]), lambda m=model: loaded(m, KINDS[kind], state)):
             error = place(model, rank, lambda work=work: attempt(work))
             assert isinstance(error, AssertionError), place.__name__
             assert "Expects the handle training to be IDLE" in str(error), place.__name__
-        assert are_same(before, plain_values(got(model, FULL))), place.__name__
+        assert not different_paths(before, snapshot(got(model, FULL))), place.__name__
 
 
 @both_views
@@ -246,7 +214,7 @@ def test_state_dict_inside_every_summon(rank, kind, use_orig_params):
             if hidden:
                 assert isinstance(found, AssertionError) and "only rank 0 can save" in str(found), arguments
             else:
-                assert are_same(expected, plain_values(found)), (which, arguments)
+                assert not different_paths(expected, snapshot(found)), (which, arguments)
 
 
 @both_views
@@ -258,8 +226,8 @@ def test_full_state_inside_summon_with_rank0_only(rank, use_orig_params):
         type(model).summon_full_params(model, writeback=False, rank0_only=True),
         type(model).state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True)),
     ):
-        found = plain_values(model.state_dict())
-    assert are_same(expected if rank == 0 else {}, found)
+        found = snapshot(model.state_dict())
+    assert not different_paths(expected if rank == 0 else {}, found)
 
 
 @pytest.mark.parametrize("kind", [FULL, SHARDED], ids=lambda kind: kind.name)
@@ -273,9 +241,9 @@ def test_state_inside_summon_has_the_edits(use_orig_params, kind):
             with torch.no_grad():
                 model.module.head.weight.add_(1)
                 model.module.blocks[1].up.bias.fill_(3)
-            whole.append(plain_values(got(model, kind)))
-        assert are_same(whole[-1], plain_values(got(model, kind)))
-    assert are_same(*whole)
+            whole.append(snapshot(got(model, kind)))
+        assert not different_paths(whole[-1], snapshot(got(model, kind)))
+    assert not different_paths(*whole)
 
 
 @both_views
@@ -283,7 +251,7 @@ def test_state_inside_summon_has_the_edits(use_orig_params, kind):
 @on_ranks(2, timeout_s=180)
 def test_state_is_loaded_into_the_summoned_parameters(rank, kind, use_orig_params):
     source = built("fsdp_c", use_orig_params, seed=1)
-    state, whole = got(source, KINDS[kind]), plain_values(got(source, FULL))
+    state, whole = got(source, KINDS[kind]), snapshot(got(source, FULL))
     before = values_elsewhere(FULL, use_orig_params)
     for arguments in summons(use_orig_params):
         if arguments["rank0_only"] and not arguments["recurse"]:
@@ -298,7 +266,7 @@ def test_state_is_loaded_into_the_summoned_parameters(rank, kind, use_orig_param
                 assert same_bits(whole["inp.weight"], model.module.inp.weight.detach()), arguments
         if arguments["recurse"]:
             expected = whole if arguments["writeback"] else before
-            assert are_same(expected, plain_values(got(model, FULL))), arguments
+            assert not different_paths(expected, snapshot(got(model, FULL))), arguments
 
 
 @both_views
@@ -314,7 +282,7 @@ def test_local_state_is_refused_inside_summon_and_nothing_is_changed(use_orig_pa
             for work in (lambda m=model: got(m, LOCAL), lambda m=model: loaded(m, LOCAL, state)):
                 error = attempt(work)
                 assert isinstance(error, AssertionError) and "leave it first" in str(error), arguments
-        assert are_same(before, plain_values(got(model, FULL))), arguments
+        assert not different_paths(before, snapshot(got(model, FULL))), arguments
 
 
 @both_views
@@ -330,9 +298,7 @@ def test_optim_state_dict_at_each_place_equals_torchs(rank, kind, use_orig_param
             state = attempt(lambda: fsdp.optim_state_dict(model, optimizer))
             if isinstance(state, Exception):
                 return type(state)
-            return plain_values(state["state"]), fsdp.optim_state_dict_to_load(model, optimizer, state)[
-                "state"
-            ]
+            return snapshot(state["state"]), fsdp.optim_state_dict_to_load(model, optimizer, state)["state"]
 
     def in_summon(model: Any, rank: int, work: Work) -> Any:
         with type(model).summon_full_params(model):
@@ -352,4 +318,4 @@ def test_optim_state_dict_at_each_place_equals_torchs(rank, kind, use_orig_param
         idle = results[1] if idle is None else idle
         if place in BUSY and results[0] is KeyError:
             results[0] = idle
-        assert are_same(*results), (place.__name__, [type(each) for each in results])
+        assert not different_paths(*results), (place.__name__, [type(each) for each in results])

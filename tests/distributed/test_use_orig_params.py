@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parity.engine import same_bits
 from tests.ranks import all_strategies, device, on_ranks
 from tests.training import batch, sharded, wrap
 
-STEPS = 4
 SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
 
 
@@ -24,31 +19,6 @@ def backward(model: nn.Module, step: int, rank: int) -> None:
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters by their names in the user's model."""
     return {name.replace("_fsdp_wrapped_module.", ""): param for name, param in model.named_parameters()}
-
-
-class Trace(dict[str, Any]):
-    """The record of a run of one implementation, by moment."""
-
-    def record(self, moment: str, params: dict[str, nn.Parameter]) -> None:
-        for name, param in params.items():
-            self[f"{moment} {name}"] = param.detach().clone()
-            self[f"{moment} {name} grad"] = None if param.grad is None else param.grad.clone()
-
-
-Body = Callable[[Any, Trace, int], None]
-
-
-def compare(rank: int, body: Body, strategy: str, **arguments: Any) -> Trace:
-    """Run the body on torch's FSDP1 and on fsdp_c, require equal records, return fsdp_c's."""
-    traces = {}
-    for name in ("torch", "fsdp_c"):
-        traces[name] = Trace()
-        body(sharded(name, strategy, **arguments), traces[name], rank)
-    expected, actual = traces["torch"], traces["fsdp_c"]
-    assert expected.keys() == actual.keys()
-    different = [moment for moment in expected if not same_bits(expected[moment], actual[moment])]
-    assert not different, f"{len(different)} of {len(expected)} differ: {different[:5]}"
-    return actual
 
 
 @pytest.mark.parametrize("strategy", SHARDED)

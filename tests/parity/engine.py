@@ -7,6 +7,7 @@ names step and parameter.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -23,6 +25,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from tests.models import WIDTH
 from tests.ranks import device
@@ -230,6 +233,33 @@ def same_bits(left: Any, right: Any) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return torch.equal(left, right) or bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def snapshot(value: Any) -> Any:
+    """Return a copy of tensors in nested containers; of sharded tensors, this rank's parts with their places."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedTensor):
+            shards = [(shard.metadata.shard_offsets, shard.tensor.clone()) for shard in leaf.local_shards()]
+            return leaf.size(), shards
+        if isinstance(leaf, DTensor):
+            return leaf.placements, leaf.to_local().clone()
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.copy(leaf)
+
+    return pytree.tree_map(copied, value)
+
+
+def different_paths(expected: Any, actual: Any) -> list[str]:
+    """Return the places at which two nested containers of tensors differ. The order of names does not matter."""
+    one, other = (
+        {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(value)}
+        for value in (expected, actual)
+    )
+    return sorted(
+        path
+        for path in one.keys() | other.keys()
+        if path not in one or path not in other or not same_bits(one[path], other[path])
+    )
 
 
 def same_device(left: Any, right: Any) -> bool:
