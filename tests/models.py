@@ -98,32 +98,6 @@ class Conv(Net):
         self.wide = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
 
 
-class Containers(nn.Module):
-    """A model with keyword inputs and with outputs in a tuple in a dict, for the hooks on inputs and outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Block()
-        self.second = Pair()
-
-    def forward(self, x: Tensor, *, options: dict[str, Tensor]) -> Tensor:
-        out = self.second(pair=(self.first(x), x * options["gain"]))
-        return out["sums"][0] + out["sums"][1] * out["number"]
-
-
-class Pair(nn.Module):
-    """A unit that takes a tuple by keyword and returns a dict with a tuple and a plain number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Linear(WIDTH, WIDTH)
-        self.right = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, *, pair: tuple[Tensor, Tensor]) -> dict[str, object]:
-        left, right = self.left(pair[0]), self.right(pair[1])
-        return {"sums": (left + right, left * right), "number": 0.5}
-
-
 class EqualBlocks(nn.Module):
     """Blocks of equal size, to count memory. The root owns one layer of the same size."""
 

@@ -15,7 +15,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import StateDictType
 from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.ranks import both_views, device, on_ranks
-from tests.training import assert_same, full_state
+from tests.training import FULL, LOCAL, SHARDED, assert_same, full_state
 
 WIDTH = 8
 
@@ -120,13 +120,6 @@ def clean(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "")
 
 
-STATE_DICTS = [
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-]
-
-
 class Whole(nn.Module):
     """A weight of the body is the head's, too, so that the root holds it."""
 
@@ -161,7 +154,7 @@ def test_full_params_of_a_unit_have_those_that_a_unit_around_it_holds(use_orig_p
     assert_same(full_state(model), expected.state_dict())
 
 
-@pytest.mark.parametrize("kind", STATE_DICTS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL], ids=lambda kind: kind.name)
 @both_views
 @on_ranks(2)
 def test_state_dicts_of_a_unit_lack_nothing_that_a_unit_around_it_holds(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import random
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,10 @@ from fsdp_c import CPUOffload, FullOptimStateDictConfig, ShardingStrategy, State
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.optim import WholeParameters, whole_parameters
 from fsdp_c.optim.whole_parameters import BUCKET_NBYTES
+from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.distributed.test_hybrid import groups
 from tests.ranks import both_views, device, on_ranks, pool
+from tests.training import assert_same
 
 WIDTH = 24
 Named = list[tuple[str, nn.Parameter]]
@@ -153,13 +154,16 @@ def hybrid() -> dict[str, Any]:
     return {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups(2, 2)}
 
 
-def same_values(model: FSDP, plain: nn.Module) -> None:
-    """Assert bitwise equal values: ranks have the same batch, so that averaging their gradients does not
-    round.
+def same_values(model: FSDP, plain: nn.Module, is_close: bool = False) -> None:
+    """Assert bitwise equal values, or close ones: two ranks have the same batch, so that averaging their
+    gradients does not round.
     """
     with FSDP.summon_full_params(model):
         for (name, ours), theirs in zip(model.module.named_parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours, theirs), name
+            if is_close:
+                torch.testing.assert_close(ours, theirs)
+            else:
+                assert torch.equal(ours, theirs), name
 
 
 def trained_alike(
@@ -219,9 +223,7 @@ def test_any_number_of_ranks(rank: int, world: int) -> None:
     optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     train(plain, expected, range(3))
     train(model, [optimizer], range(3))
-    with FSDP.summon_full_params(model):
-        for ours, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs)
+    same_values(model, plain, is_close=True)
 
 
 @on_ranks(4)
@@ -438,9 +440,7 @@ def body_load(rank: int, world_size: int, folder: str) -> None:
     expected = decayed_or_factored(list(plain.named_parameters()))
     train(plain, expected, range(4))
     train(model, [optimizer], range(2, 4))
-    with FSDP.summon_full_params(model):
-        for ours, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs)
+    same_values(model, plain, is_close=True)
     assert saved["param_groups"][0]["lr"] == 0.1 and expected[0].state
 
 
@@ -458,7 +458,7 @@ def test_checkpoints_go_to_the_plain_optimizer_and_back(kind: str) -> None:
     model = wrapped(plain)
     optimizer = WholeParameters(model, FACTORIES[kind])
     train(model, [optimizer], range(2))
-    folder = common_folder()
+    folder = folder_of_ranks()
     checkpoint.save(model, optimizer, f"{folder}/wrapped")
     other = plain_model()
     resumed = FACTORIES[kind](list(other.named_parameters()))
@@ -481,7 +481,7 @@ def test_checkpoints_go_to_the_plain_optimizer_and_back(kind: str) -> None:
 def test_state_of_replicas_owners_is_saved_and_loaded(rank: int) -> None:
     options = hybrid()
     plain, model, expected, optimizer = trained_alike(FACTORIES["factored"], 2, **options)
-    folder = common_folder()
+    folder = folder_of_ranks()
     checkpoint.save(model, optimizer, f"{folder}/checkpoint")
     for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
         for loads in (False, True):
@@ -496,13 +496,6 @@ def test_state_of_replicas_owners_is_saved_and_loaded(rank: int) -> None:
                 resumed.load_state_dict(FSDP.optim_state_dict_to_load(other, resumed, saved))
             FSDP.set_state_dict_type(other, StateDictType.FULL_STATE_DICT)
             same_state(FSDP.optim_state_dict(other, resumed)["state"], expected, plain)
-
-
-def common_folder() -> str:
-    """Return a new folder, the same on all ranks."""
-    told = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(told)
-    return told[0]
 
 
 @on_ranks(2)
@@ -520,7 +513,7 @@ def test_dcp_saves_and_loads_sharded_state() -> None:
     total = torch.tensor(own)
     dist.all_reduce(total)
     assert int(total) == sum(leaf.size().numel() * leaf.dtype.itemsize for leaf in held)
-    folder = common_folder()
+    folder = folder_of_ranks()
     dcp.save({"optim": saved, "model": model.state_dict()}, checkpoint_id=folder)
 
     other = wrapped(plain, auto_wrap_policy=None)
@@ -533,8 +526,9 @@ def test_dcp_saves_and_loads_sharded_state() -> None:
     resumed.load_state_dict(FSDP.optim_state_dict_to_load(other, resumed, target["optim"]))
     train(model, [optimizer], range(2, 4))
     train(other, [resumed], range(2, 4))
-    ours, theirs = summoned(model).values(), summoned(other).values()
-    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    for one in (model, other):
+        FSDP.set_state_dict_type(one, StateDictType.FULL_STATE_DICT)
+    assert_same(model.state_dict(), other.state_dict())
 
 
 @on_ranks(2)
@@ -601,11 +595,6 @@ def swapped_owners(model: FSDP) -> WholeParameters:
         return WholeParameters(model, FACTORIES["factored"])
     finally:
         whole_parameters._choose_owners = choose
-
-
-def summoned(model: FSDP) -> dict[str, torch.Tensor]:
-    with FSDP.summon_full_params(model):
-        return {name: param.detach().clone() for name, param in model.module.named_parameters()}
 
 
 # ----------------------------------------------------------------- mistakes

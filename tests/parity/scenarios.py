@@ -7,16 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
-from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch
 from torch.distributed.fsdp.wrap import (
-    CustomPolicy,
     ModuleWrapPolicy,
     lambda_auto_wrap_policy,
 )
 
-from tests.models import Block, Containers, Net, Pair
+from tests.models import Block, Net
 from tests.parity.engine import Run, Scenario
 
 PER_BLOCK = ModuleWrapPolicy({Block})
@@ -62,31 +60,6 @@ def frozen_in_unit(run: Run) -> nn.Module:
 
 def root_without_parameters(run: Run) -> nn.Module:
     return run.wrap(nn.Sequential(run.wrap(net(run, blocks=1)), nn.Tanh()))
-
-
-def checkpoint_wrapper_inside(run: Run) -> nn.Module:
-    model = net(run)
-    for index in range(len(model.blocks)):
-        model.blocks[index] = run.wrap(wrapper.checkpoint_wrapper(model.blocks[index]))
-    return run.wrap(model)
-
-
-def checkpoint_wrapper_around(run: Run) -> nn.Module:
-    model = net(run)
-    for index in range(len(model.blocks)):
-        model.blocks[index] = wrapper.checkpoint_wrapper(run.wrap(model.blocks[index]))
-    return run.wrap(model)
-
-
-def mixed_strategies(run: Run) -> nn.Module:
-    """Wrap by a CustomPolicy that passes arguments to some units."""
-
-    def choose(module: nn.Module) -> bool | dict[str, Any]:
-        if isinstance(module, Block):
-            return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
-        return isinstance(module, nn.LayerNorm)
-
-    return run.wrap(net(run), auto_wrap_policy=CustomPolicy(choose))
 
 
 def ignored_parameters(run: Run) -> nn.Module:
@@ -168,33 +141,12 @@ def clip_step(norm_type: float) -> Callable[[Run], None]:
     return step
 
 
-def containers_step(run: Run) -> None:
-    x = run.batch()
-    output = run.model(x, options={"gain": torch.full_like(x, 0.5)})
-    loss = run.loss(output)
-    run.record("loss", loss)
-    loss.backward()
-    run.record_grads("after backward")
-    run.optimizer_step()
-
-
 def input_gradient_step(run: Run) -> None:
     x = run.batch().requires_grad_()
     loss = run.loss(run.model(x))
     loss.backward()
     run.record("loss", loss)
     run.record("gradient of the input", x.grad)
-    run.record_grads("after backward")
-    run.optimizer_step()
-
-
-def hooked_output_step(run: Run) -> None:
-    """Record activations and their gradients seen by user hooks."""
-    seen: list[Tensor] = []
-    output = run.model(run.batch())
-    output.register_hook(seen.append)
-    run.loss(output).backward()
-    run.record("gradient of the output", seen[0])
     run.record_grads("after backward")
     run.optimizer_step()
 
@@ -226,8 +178,6 @@ WIDE: dict[str, Scenario] = {  # every strategy and use_orig_params in fp32, FUL
 NARROW: dict[str, Scenario] = {  # FULL_SHARD and SHARD_GRAD_OP, use_orig_params both, fp32
     "one_unit": Scenario(with_arguments(auto_wrap_policy=None), plain_step),
     "root_without_parameters": Scenario(root_without_parameters, plain_step),
-    "checkpoint_wrapper_inside": Scenario(checkpoint_wrapper_inside, plain_step),
-    "checkpoint_wrapper_around": Scenario(checkpoint_wrapper_around, no_sync_step),
     "policy_lambda": Scenario(
         with_arguments(
             auto_wrap_policy=functools.partial(
@@ -236,16 +186,11 @@ NARROW: dict[str, Scenario] = {  # FULL_SHARD and SHARD_GRAD_OP, use_orig_params
         ),
         plain_step,
     ),
-    "policy_custom": Scenario(mixed_strategies, no_sync_step),
     "ignored": Scenario(ignored_parameters, plain_step),
     "prefetch_post": Scenario(with_arguments(backward_prefetch=BackwardPrefetch.BACKWARD_POST), plain_step),
     "prefetch_forward": Scenario(with_arguments(forward_prefetch=True), evaluate_between_step),
     "no_rate_limit": Scenario(with_arguments(limit_all_gathers=False), plain_step),
-    "containers": Scenario(
-        lambda run: run.wrap(Containers(), auto_wrap_policy=ModuleWrapPolicy({Block, Pair})), containers_step
-    ),
     "input_gradient": Scenario(per_block(), input_gradient_step),
-    "hooked_output": Scenario(per_block(), hooked_output_step),
 }
 
 SCENARIOS = CORE | WIDE | NARROW
