@@ -1,7 +1,7 @@
 """Parameters without dimensions, such as CLIP's temperature, which torch refuses.
 
-Expected results come from the plain module with averaged gradients, and bit for bit from the same model with
-vectors of one element instead.
+Expected results come from the plain module with averaged gradients. tests/parity/plain_programs.py trains such
+parameters too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import (
-    checkpoint,
-)
+from fsdp_c import checkpoint
 from fsdp_c.optim import WholeParameters
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.ranks import all_strategies, both_views, device, on_ranks
@@ -31,35 +29,35 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.full(shape, 0.7))
+        self.gain = nn.Parameter(torch.tensor(0.7))
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.offset = nn.Parameter(torch.full(shape, 0.1))
+        self.offset = nn.Parameter(torch.tensor(0.1))
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.gain.dim() == self.offset.dim() < 2
+        assert self.gain.dim() == self.offset.dim() == 0
         return torch.tanh(self.linear(x)) * self.gain + self.offset
 
 
 class Alone(nn.Module):
     """A unit of one parameter."""
 
-    def __init__(self, shape: tuple[int, ...] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.full(shape, 1.3))
+        self.scale = nn.Parameter(torch.tensor(1.3))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale.exp()
 
 
 class Scaled(nn.Module):
-    def __init__(self, shape: tuple[int, ...] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.logit_scale = nn.Parameter(torch.full(shape, 2.6592))
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(2))
-        self.alone = Alone(shape)
+        self.logit_scale = nn.Parameter(torch.tensor(2.6592))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.alone = Alone()
         self.head = nn.Linear(WIDTH, WIDTH // 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,27 +93,20 @@ def average_gradients(module: nn.Module) -> None:
             param.grad /= dist.get_world_size()
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, steps: range = range(3)) -> list[float]:
-    """Losses and norms of the gradients. The second step accumulates, where the model can."""
-    found = []
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: range = range(3)) -> None:
+    """Each step accumulates, where the model can."""
     is_plain = not isinstance(model, FSDP)
     for step in steps:
         for part in range(2):
             with nullcontext() if part or is_plain else model.no_sync():
-                loss = model(batch(dist.get_rank(), 2 * step + part)).float().square().mean()
-                loss.backward()
-                found.append(loss.item())
+                model(batch(dist.get_rank(), 2 * step + part)).square().mean().backward()
         if is_plain:
             average_gradients(model)
-        clip = (
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            if is_plain
-            else model.clip_grad_norm_(0.5)
-        )
-        found.append(float(clip))
+        else:
+            model.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return found
 
 
 def values(model: Any) -> dict[str, Tensor]:
@@ -129,9 +120,6 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name].cpu(), value.cpu(), rtol=1e-4, atol=1e-5)
-
-
-# ----------------------------------------------------------------- training
 
 
 @on_ranks(2)
@@ -166,7 +154,7 @@ class Trained:
     """A plain model after some steps, its optimizer's state by name, and its parameters after two more steps."""
 
     def __init__(self, build: Build, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
-        model = build(())
+        model = build()
         made = optimizer(model.parameters())
         train(model, made)
         self.names = [name for name, _ in model.named_parameters()]
@@ -210,7 +198,7 @@ def fresh(
     strategy: str,
     use_orig_params: bool,
 ) -> tuple[Any, torch.optim.Optimizer]:
-    model = units(build(()), strategy, use_orig_params)
+    model = units(build(), strategy, use_orig_params)
     model.load_state_dict(trained.values)
     return model, optimizer(model.parameters())
 
@@ -244,7 +232,7 @@ def test_optimizer_state_is_exchanged_with_the_plain_optimizer(
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, rows))
     trained.assert_resumed(model, optimizer)
 
-    plain = build(())
+    plain = build()
     its_optimizer = OPTIMIZERS[name](plain.parameters())
     checkpoint.load(plain, its_optimizer, tmp_path / "sharded")
     assert_same(trained.values, values(plain))

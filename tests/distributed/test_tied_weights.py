@@ -1,5 +1,5 @@
 """A parameter that modules of several units share: auto wrapping leaves it to the lowest unit around all of
-them."""
+them. tests/parity/plain_programs.py trains such models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
@@ -29,9 +29,6 @@ class Pair(nn.Module):
         self.second = nn.Linear(WIDTH, WIDTH)
         self.second.weight = self.first.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
 
 class Model(nn.Module):
     """Embedding and head share a weight across the model, the layers of each pair share one inside it."""
@@ -42,12 +39,6 @@ class Model(nn.Module):
         self.pairs = nn.ModuleList(Pair() for _ in range(2))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for pair in self.pairs:
-            x = pair(x)
-        return self.head(x)
 
 
 POLICIES: dict[str, Any] = {
@@ -64,46 +55,16 @@ def plain() -> Model:
     return Model().to(device())
 
 
-def wrapped(policy: str | None, use_orig_params: bool, **kwargs: Any) -> FSDP:
-    if policy is not None:
-        kwargs["auto_wrap_policy"] = POLICIES[policy]
-    return FSDP(plain(), use_orig_params=use_orig_params, device_id=device(), **kwargs)
-
-
-def batch(rank: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randint(WIDTH, (4,), generator=generator, device="cpu").to(device())
-
-
-def train(model: nn.Module, rank: int, steps: int = 3, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(steps):
-        loss = nn.functional.cross_entropy(model(batch(rank, step)), batch(rank, step + 1))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses, optimizer
-
-
-@all_policies
-@both_views
-@on_ranks(2)
-def test_trains_as_one_unit_does(rank: int, policy: str, use_orig_params: bool) -> None:
-    model, reference = wrapped(policy, use_orig_params), wrapped(None, use_orig_params)
-    assert len(FSDP.fsdp_modules(model)) > 2
-    losses, _ = train(model, rank)
-    expected, _ = train(reference, rank)
-    assert losses == expected
-    assert_same(full_state(model), full_state(reference))
+def wrapped(policy: Any, use_orig_params: bool) -> FSDP:
+    return FSDP(plain(), use_orig_params=use_orig_params, device_id=device(), auto_wrap_policy=policy)
 
 
 @all_policies
 @both_views
 @on_ranks(2)
 def test_names_and_full_params(policy: str, use_orig_params: bool) -> None:
-    model, expected = wrapped(policy, use_orig_params), dict(plain().named_parameters())
+    model, expected = wrapped(POLICIES[policy], use_orig_params), dict(plain().named_parameters())
+    assert len(FSDP.fsdp_modules(model)) > 2
     if use_orig_params:
         assert {clean(name) for name, _ in model.named_parameters()} == expected.keys()
     with FSDP.summon_full_params(model):
@@ -175,7 +136,7 @@ def test_state_dicts_of_a_unit_lack_nothing_that_a_unit_around_it_holds(
 @both_views
 @on_ranks(2)
 def test_summary_lists_tied_parameters(policy: str, use_orig_params: bool) -> None:
-    model = wrapped(policy, use_orig_params)
+    model = wrapped(POLICIES[policy], use_orig_params)
     whole = fsdp_c.summary(model)
     root = whole.units[0]
     assert "embed.weight" in root.names and "head.weight = embed.weight" in root.tied
@@ -194,7 +155,7 @@ def test_a_tied_weight_of_units_wrapped_by_hand_is_refused() -> None:
     with pytest.raises(ValueError, match="one parameter belongs to one unit"):
         model.head = FSDP(model.head, use_orig_params=True, device_id=device())
     with pytest.raises(RuntimeError, match="broken policy"):  # a failed wrapping leaves no trace
-        wrapped(None, True, auto_wrap_policy=CustomPolicy(broken))
+        wrapped(CustomPolicy(broken), True)
     other = Pair().to(device())
     other.first = FSDP(other.first, use_orig_params=True, device_id=device())
     assert len(other.first._handle.flat_param._fqns) == 2

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.distributed.fsdp.wrap import (
     ModuleWrapPolicy,
-    lambda_auto_wrap_policy,
 )
 
 from tests.models import Block, Net
@@ -60,6 +59,13 @@ def frozen_in_unit(run: Run) -> nn.Module:
 
 def root_without_parameters(run: Run) -> nn.Module:
     return run.wrap(nn.Sequential(run.wrap(net(run, blocks=1)), nn.Tanh()))
+
+
+def checkpoint_wrapper_inside(run: Run) -> nn.Module:
+    model = net(run)
+    for index in range(len(model.blocks)):
+        model.blocks[index] = run.wrap(wrapper.checkpoint_wrapper(model.blocks[index]))
+    return run.wrap(model)
 
 
 def ignored_parameters(run: Run) -> nn.Module:
@@ -178,14 +184,7 @@ WIDE: dict[str, Scenario] = {  # every strategy and use_orig_params in fp32, FUL
 NARROW: dict[str, Scenario] = {  # FULL_SHARD and SHARD_GRAD_OP, use_orig_params both, fp32
     "one_unit": Scenario(with_arguments(auto_wrap_policy=None), plain_step),
     "root_without_parameters": Scenario(root_without_parameters, plain_step),
-    "policy_lambda": Scenario(
-        with_arguments(
-            auto_wrap_policy=functools.partial(
-                lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear)
-            )
-        ),
-        plain_step,
-    ),
+    "checkpoint_wrapper_inside": Scenario(checkpoint_wrapper_inside, plain_step),
     "ignored": Scenario(ignored_parameters, plain_step),
     "prefetch_post": Scenario(with_arguments(backward_prefetch=BackwardPrefetch.BACKWARD_POST), plain_step),
     "prefetch_forward": Scenario(with_arguments(forward_prefetch=True), evaluate_between_step),
