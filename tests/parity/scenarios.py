@@ -9,9 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
 from torch.distributed.fsdp import BackwardPrefetch
-from torch.distributed.fsdp.wrap import (
-    ModuleWrapPolicy,
-)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.models import Block, Net
 from tests.parity.engine import Run, Scenario
