@@ -390,14 +390,3 @@ def test_what_could_not_be_held_open_and_is_gone_is_told(tmp_path: Path) -> None
             pass
     with pytest.raises(OSError, match="Input/output error"), found.open(folder.METADATA):
         raise OSError(errno.EIO, "Input/output error")
-
-
-def test_a_file_that_is_missing_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
-    path = tmp_path / "ckpt"
-    save(path, 1)
-    (file,) = path.rglob("*.distcp")
-    file.unlink()
-    with mock.patch.object(loading, "read_checkpoint", wraps=loading.read_checkpoint) as reading:
-        with pytest.raises(CheckpointError, match="__0_0.distcp: missing"):
-            loaded(path)
-    assert reading.call_count == 1
