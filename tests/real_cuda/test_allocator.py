@@ -33,12 +33,3 @@ def test_failed_allocation_raises_and_leaks_no_memory() -> None:
         # other allocations are of the model's operators and of torch
         named = re.findall(r"(\d+) of a unit", said)
         assert len(named) == 4 and sum(map(int, named)) >= 3, said
-
-
-def test_out_of_memory_error_names_unit_rank_and_remedy() -> None:
-    for rank, (status, said) in enumerate(run("no_room")):
-        assert status == 0, said[-3000:]
-        assert (
-            f"rank {rank}, step 0: memory ran out while this rank waits in the all-gather of Sequential"
-            in said
-        )

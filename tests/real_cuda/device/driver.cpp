@@ -19,11 +19,6 @@ EXPORT CUresult CUDAAPI cuInit(unsigned) {
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult CUDAAPI cuDriverGetVersion(int *version) {
-    *version = 13000;
-    return CUDA_SUCCESS;
-}
-
 EXPORT CUresult CUDAAPI cuGetErrorString(CUresult error, const char **text) {
     static thread_local char said[64];
     snprintf(said, sizeof said, "driver error %d of the fake GPU", (int)error);
@@ -45,16 +40,6 @@ EXPORT CUresult CUDAAPI cuDeviceGet(CUdevice *device, int ordinal) {
     return ordinal >= 0 && ordinal < num_devices() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 
-EXPORT CUresult CUDAAPI cuDeviceGetName(char *name, int size, CUdevice) {
-    snprintf(name, (size_t)size, "NVIDIA H100 80GB HBM3 (fake)");
-    return CUDA_SUCCESS;
-}
-
-EXPORT CUresult CUDAAPI cuDeviceTotalMem_v2(size_t *nbytes, CUdevice) {
-    *nbytes = device_nbytes();
-    return CUDA_SUCCESS;
-}
-
 EXPORT CUresult CUDAAPI cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) {
     memset(uuid, 0, sizeof *uuid);
     uuid->bytes[15] = (char)(device + 1);
@@ -62,46 +47,23 @@ EXPORT CUresult CUDAAPI cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) {
 }
 
 EXPORT CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute which, CUdevice) {
-    switch (which) {
-    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
-        *value = 132;
-        break;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
-        *value = 9;
-        break;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
-        *value = 0;
-        break;
-    case CU_DEVICE_ATTRIBUTE_WARP_SIZE:
-        *value = 32;
-        break;
-    case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
-        *value = 1024;
-        break;
-    case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR:
-        *value = 2048;
-        break;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK:
-        *value = 49152;
-        break;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
-        *value = 232448;
-        break;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR:
-        *value = 233472;
-        break;
-    case CU_DEVICE_ATTRIBUTE_CLOCK_RATE:
-        *value = 1980000;
-        break;
-    case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
-    case CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED:
-    case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
-    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
-        *value = 1;
-        break;
-    default:
-        *value = 0;
-    }
+    static const std::map<int, int> values = {
+        {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 132},
+        {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9},
+        {CU_DEVICE_ATTRIBUTE_WARP_SIZE, 32},
+        {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK, 1024},
+        {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR, 2048},
+        {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK, 49152},
+        {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, 232448},
+        {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, 233472},
+        {CU_DEVICE_ATTRIBUTE_CLOCK_RATE, 1980000},
+        {CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING, 1},
+        {CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED, 1},
+        {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1},
+        {CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, 1},
+    };
+    auto found = values.find(which);
+    *value = found == values.end() ? 0 : found->second;
     return CUDA_SUCCESS;
 }
 
@@ -117,10 +79,6 @@ EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *made, CUdevice devic
     push(primary(device)); /* makes it */
     pop();
     *made = primary(device);
-    return CUDA_SUCCESS;
-}
-
-EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRelease_v2(CUdevice) {
     return CUDA_SUCCESS;
 }
 
@@ -159,16 +117,12 @@ EXPORT CUresult CUDAAPI cuCtxSynchronize() {
 
 /* ---- streams and events ---- */
 
-EXPORT CUresult CUDAAPI cuStreamCreateWithPriority(CUstream *made, unsigned flags, int priority) {
+EXPORT CUresult CUDAAPI cuStreamCreate(CUstream *made, unsigned flags) {
     if (!current()) {
         return CUDA_ERROR_INVALID_CONTEXT;
     }
-    *made = new_stream(current(), flags, priority);
+    *made = new_stream(current(), flags, 0);
     return CUDA_SUCCESS;
-}
-
-EXPORT CUresult CUDAAPI cuStreamCreate(CUstream *made, unsigned flags) {
-    return cuStreamCreateWithPriority(made, flags, 0);
 }
 
 EXPORT CUresult CUDAAPI cuStreamDestroy_v2(CUstream) {
@@ -177,11 +131,6 @@ EXPORT CUresult CUDAAPI cuStreamDestroy_v2(CUstream) {
 
 EXPORT CUresult CUDAAPI cuStreamGetCtx(CUstream stream, CUcontext *which) {
     *which = stream_of(stream)->context;
-    return CUDA_SUCCESS;
-}
-
-EXPORT CUresult CUDAAPI cuStreamGetPriority(CUstream stream, int *priority) {
-    *priority = stream_of(stream)->priority;
     return CUDA_SUCCESS;
 }
 
@@ -267,10 +216,6 @@ EXPORT CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream) {
     event->is_recorded = true;
     event->ms = fake_ms();
     return CUDA_SUCCESS;
-}
-
-EXPORT CUresult CUDAAPI cuEventRecordWithFlags(CUevent event, CUstream stream, unsigned) {
-    return cuEventRecord(event, stream);
 }
 
 EXPORT CUresult CUDAAPI cuEventQuery(CUevent event) {

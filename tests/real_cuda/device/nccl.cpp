@@ -131,24 +131,8 @@ char *slot_of(const ncclComm *comm, int rank) {
 
 /* ---- numbers ---- */
 
-size_t size_of(ncclDataType_t type) {
-    switch (type) {
-    case ncclInt8:
-    case ncclUint8:
-    case ncclFloat8e4m3:
-    case ncclFloat8e5m2:
-        return 1;
-    case ncclFloat16:
-    case ncclBfloat16:
-        return 2;
-    case ncclInt32:
-    case ncclUint32:
-    case ncclFloat32:
-        return 4;
-    default:
-        return 8;
-    }
-}
+/* by ncclDataType_t */
+const size_t sizes[ncclNumTypes] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 
 struct reduction {
     ncclRedOp_t op;
@@ -187,40 +171,14 @@ void reduce_as(void *out, const std::vector<const char *> &parts, size_t count, 
 
 ncclResult_t reduce(void *out, const std::vector<const char *> &parts, size_t count, ncclDataType_t type,
                     const reduction &how) {
-    switch (type) {
-    case ncclInt8:
-        reduce_as<int8_t>(out, parts, count, how);
-        break;
-    case ncclUint8:
-        reduce_as<uint8_t>(out, parts, count, how);
-        break;
-    case ncclInt32:
-        reduce_as<int32_t>(out, parts, count, how);
-        break;
-    case ncclUint32:
-        reduce_as<uint32_t>(out, parts, count, how);
-        break;
-    case ncclInt64:
-        reduce_as<int64_t>(out, parts, count, how);
-        break;
-    case ncclUint64:
-        reduce_as<uint64_t>(out, parts, count, how);
-        break;
-    case ncclFloat16:
-        reduce_as<half_float>(out, parts, count, how);
-        break;
-    case ncclFloat32:
-        reduce_as<float>(out, parts, count, how);
-        break;
-    case ncclFloat64:
-        reduce_as<double>(out, parts, count, how);
-        break;
-    case ncclBfloat16:
-        reduce_as<bfloat16>(out, parts, count, how);
-        break;
-    default:
+    static decltype(&reduce_as<float>) const by_type[] = {
+        reduce_as<int8_t>,  reduce_as<uint8_t>,  reduce_as<int32_t>,    reduce_as<uint32_t>,
+        reduce_as<int64_t>, reduce_as<uint64_t>, reduce_as<half_float>, reduce_as<float>,
+        reduce_as<double>,  reduce_as<bfloat16>};
+    if ((size_t)type >= std::size(by_type)) {
         return fail(ncclInvalidArgument, "no reductions of this type");
     }
+    by_type[type](out, parts, count, how);
     return ncclSuccess;
 }
 
@@ -238,7 +196,7 @@ struct task {
     ncclComm *comm;
     CUstream_st *stream;
     std::function<ncclResult_t()> run; /* body of a collective */
-    bool sends, receives;              /* kind of a call between two ranks */
+    bool sends;                        /* a call between two ranks: to the peer, or from it */
     char *data;
     size_t nbytes, done;
     int peer;
@@ -397,9 +355,9 @@ ncclResult_t enqueue(task made) {
     return depth ? ncclSuccess : run_all();
 }
 
-enum kind { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, REDUCE, BROADCAST, ALL_TO_ALL, GATHER, SCATTER };
-const char *const kind_names[] = {"AllGather", "ReduceScatter", "AllReduce", "Reduce",
-                                  "Broadcast", "AlltoAll",      "Gather",    "Scatter"};
+enum kind { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, REDUCE, BROADCAST, ALL_TO_ALL };
+const char *const kind_names[] = {"AllGather", "ReduceScatter", "AllReduce",
+                                  "Reduce",    "Broadcast",     "AlltoAll"};
 
 std::string text_of(const call &said) {
     return std::string(kind_names[said.kind]) + "(count " + std::to_string(said.count) + ", type " +
@@ -448,7 +406,7 @@ ncclResult_t collective(enum kind kind, const void *from, void *to, size_t count
         return fail(ncclInvalidArgument, "no communicator");
     }
     auto run = [=] {
-        size_t size = size_of(type), n_ranks = (size_t)comm->num_ranks, me = (size_t)comm->rank;
+        size_t size = sizes[type], n_ranks = (size_t)comm->num_ranks, me = (size_t)comm->rank;
         const char *in = (const char *)from;
         char *out = (char *)to, *mine = slot_of(comm, comm->rank);
         call said{kind, type, op, root, count};
@@ -469,9 +427,8 @@ ncclResult_t collective(enum kind kind, const void *from, void *to, size_t count
         };
         switch (kind) {
         case ALL_GATHER:
-        case GATHER:
             return rounds(comm, said, count, whole, put_whole, [&](size_t at, size_t n) {
-                for (size_t r = 0; r < n_ranks && (kind == ALL_GATHER || (int)me == root); r++) {
+                for (size_t r = 0; r < n_ranks; r++) {
                     memcpy(out + (r * count + at) * size, slot_of(comm, (int)r), n * size);
                 }
                 return ncclSuccess;
@@ -494,14 +451,6 @@ ncclResult_t collective(enum kind kind, const void *from, void *to, size_t count
                     memcpy(out + at * size, slot_of(comm, root), n * size);
                     return ncclSuccess;
                 });
-        case SCATTER:
-            return rounds(
-                comm, said, count, shares,
-                [&](size_t at, size_t n) { (int)me == root ? put_shares(at, n) : (void)0; },
-                [&](size_t at, size_t n) {
-                    memcpy(out + at * size, slot_of(comm, root) + me * n * size, n * size);
-                    return ncclSuccess;
-                });
         default:
             return rounds(comm, said, count, shares, put_shares, [&](size_t at, size_t n) {
                 for (size_t r = 0; r < n_ranks; r++) {
@@ -511,7 +460,7 @@ ncclResult_t collective(enum kind kind, const void *from, void *to, size_t count
             });
         }
     };
-    return enqueue({comm, fake::stream_of(stream), run, false, false, nullptr, 0, 0, -1});
+    return enqueue({comm, fake::stream_of(stream), run, false, nullptr, 0, 0, -1});
 }
 
 /* ---- communicators ---- */
@@ -599,15 +548,6 @@ NCCL ncclCommInitRankConfig(ncclComm_t *comm, int num_ranks, ncclUniqueId id, in
     return attach(comm, num_ranks, name_of(id), rank);
 }
 
-NCCL ncclCommInitRank(ncclComm_t *comm, int num_ranks, ncclUniqueId id, int rank) {
-    return attach(comm, num_ranks, name_of(id), rank);
-}
-
-NCCL ncclCommInitRankScalable(ncclComm_t *comm, int num_ranks, int rank, int, ncclUniqueId *ids,
-                              ncclConfig_t *) {
-    return attach(comm, num_ranks, name_of(ids[0]), rank);
-}
-
 NCCL ncclCommFinalize(ncclComm_t) {
     return ncclSuccess;
 }
@@ -623,21 +563,6 @@ NCCL ncclCommAbort(ncclComm_t comm) {
 
 NCCL ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
     *error = (ncclResult_t)comm->error.load();
-    return ncclSuccess;
-}
-
-NCCL ncclCommCount(const ncclComm_t comm, int *count) {
-    *count = comm->num_ranks;
-    return ncclSuccess;
-}
-
-NCCL ncclCommCuDevice(const ncclComm_t comm, int *device) {
-    *device = comm->device;
-    return ncclSuccess;
-}
-
-NCCL ncclCommUserRank(const ncclComm_t comm, int *rank) {
-    *rank = comm->rank;
     return ncclSuccess;
 }
 
@@ -696,35 +621,19 @@ NCCL ncclBroadcast(const void *from, void *to, size_t count, ncclDataType_t type
     return collective(BROADCAST, from, to, count, type, ncclSum, root, comm, stream);
 }
 
-NCCL ncclBcast(void *data, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-               cudaStream_t stream) {
-    return ncclBroadcast(data, data, count, type, root, comm, stream);
-}
-
 NCCL ncclAlltoAll(const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t comm,
                   cudaStream_t stream) {
     return collective(ALL_TO_ALL, from, to, count, type, ncclSum, 0, comm, stream);
 }
 
-NCCL ncclGather(const void *from, void *to, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-                cudaStream_t stream) {
-    return collective(GATHER, from, to, count, type, ncclSum, root, comm, stream);
-}
-
-NCCL ncclScatter(const void *from, void *to, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-                 cudaStream_t stream) {
-    return collective(SCATTER, from, to, count, type, ncclSum, root, comm, stream);
-}
-
 NCCL ncclSend(const void *from, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
               cudaStream_t stream) {
     return enqueue(
-        {comm, fake::stream_of(stream), nullptr, true, false, (char *)from, count * size_of(type), 0, peer});
+        {comm, fake::stream_of(stream), nullptr, true, (char *)from, count * sizes[type], 0, peer});
 }
 
 NCCL ncclRecv(void *to, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
-    return enqueue(
-        {comm, fake::stream_of(stream), nullptr, false, true, (char *)to, count * size_of(type), 0, peer});
+    return enqueue({comm, fake::stream_of(stream), nullptr, false, (char *)to, count * sizes[type], 0, peer});
 }
 
 NCCL ncclGroupStart() {
@@ -734,12 +643,6 @@ NCCL ncclGroupStart() {
 
 NCCL ncclGroupEnd() {
     return --depth == 0 ? run_all() : ncclSuccess;
-}
-
-NCCL ncclGroupSimulateEnd(ncclSimInfo_t *) {
-    depth--;
-    tasks.clear();
-    return ncclSuccess;
 }
 
 NCCL ncclRedOpCreatePreMulSum(ncclRedOp_t *op, void *scalar, ncclDataType_t type, ncclScalarResidence_t,
@@ -755,24 +658,6 @@ NCCL ncclRedOpCreatePreMulSum(ncclRedOp_t *op, void *scalar, ncclDataType_t type
 }
 
 NCCL ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) {
-    return ncclSuccess;
-}
-
-NCCL ncclMemAlloc(void **data, size_t nbytes) {
-    *data = fake::take(nbytes, fake::DEVICE_MEMORY, fake::current_device());
-    return *data ? ncclSuccess : ncclUnhandledCudaError;
-}
-
-NCCL ncclMemFree(void *data) {
-    return fake::give_back(data) ? ncclSuccess : ncclInvalidArgument;
-}
-
-NCCL ncclCommRegister(const ncclComm_t, void *, size_t, void **handle) {
-    *handle = nullptr;
-    return ncclSuccess;
-}
-
-NCCL ncclCommDeregister(const ncclComm_t, void *) {
     return ncclSuccess;
 }
 

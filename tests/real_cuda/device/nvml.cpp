@@ -7,10 +7,6 @@
 enum { SUCCESS = 0, NOT_SUPPORTED = 3 };
 #define NVML extern "C" __attribute__((visibility("default"))) int
 
-NVML nvmlInit() {
-    return SUCCESS;
-}
-
 NVML nvmlInit_v2() {
     return SUCCESS;
 }
@@ -51,18 +47,8 @@ NVML nvmlDeviceGetComputeRunningProcesses(void *, unsigned *count, void *) {
     return SUCCESS;
 }
 
-NVML nvmlDeviceGetComputeRunningProcesses_v3(void *, unsigned *count, void *) {
-    *count = 0;
-    return SUCCESS;
-}
-
 NVML nvmlSystemGetCudaDriverVersion_v2(int *version) {
     *version = 13000;
-    return SUCCESS;
-}
-
-NVML nvmlSystemGetDriverVersion(char *text, unsigned size) {
-    snprintf(text, size, "580.00 (fake)");
     return SUCCESS;
 }
 

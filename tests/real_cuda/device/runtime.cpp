@@ -195,14 +195,6 @@ RT cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     return cudaSuccess;
 }
 
-RT cudaProfilerStart() {
-    return cudaSuccess;
-}
-
-RT cudaProfilerStop() {
-    return cudaSuccess;
-}
-
 RT cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned, unsigned long long,
                                     enum cudaDriverEntryPointQueryResult *found) {
     *function = fake_cuda_driver_function(name);
@@ -247,11 +239,6 @@ RT cudaStreamSynchronize(cudaStream_t stream) {
 RT cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     needed();
     return said(cuStreamWaitEvent(stream, event, flags));
-}
-
-RT cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void *data, unsigned) {
-    run(stream_of(stream), [=] { callback(stream, cudaSuccess, data); });
-    return said(cudaSuccess);
 }
 
 RT cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
@@ -495,21 +482,6 @@ RT cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pi
 RT cudaMemsetAsync(void *data, int value, size_t nbytes, cudaStream_t stream) {
     run(stream_of(stream), [=] { memset(data, value, nbytes); }, {{data, nbytes}});
     return said(cudaSuccess);
-}
-
-RT cudaMemset(void *data, int value, size_t nbytes) {
-    return cudaMemsetAsync(data, value, nbytes, nullptr);
-}
-
-RT cudaMemcpyToSymbol(const void *symbol, const void *from, size_t nbytes, size_t offset,
-                      enum cudaMemcpyKind) {
-    memcpy((char *)symbol + offset, from, nbytes);
-    return cudaSuccess;
-}
-
-RT cudaGetSymbolAddress(void **address, const void *symbol) {
-    *address = (void *)symbol;
-    return cudaSuccess;
 }
 
 /* ---- stream-ordered allocator of CUDA: one pool per device ---- */
@@ -768,12 +740,6 @@ RT cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **argument
     return launch_kernel(function, {grid, block, shared, stream}, arguments);
 }
 
-RT cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
-                               cudaStream_t stream) {
-    needed();
-    return launch_kernel(function, {grid, block, shared, stream}, arguments);
-}
-
 RT cudaLaunchKernelExC(const cudaLaunchConfig_t *how, const void *function, void **arguments) {
     needed();
     configuration same = {how->gridDim, how->blockDim, how->dynamicSmemBytes, how->stream};
@@ -800,15 +766,5 @@ RT cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *) {
 }
 
 RT cudaFuncSetAttribute(const void *, enum cudaFuncAttribute, int) {
-    return cudaSuccess;
-}
-
-RT cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int, size_t) {
-    *blocks = 8;
-    return cudaSuccess;
-}
-
-RT cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *, int, size_t, unsigned) {
-    *blocks = 8;
     return cudaSuccess;
 }
