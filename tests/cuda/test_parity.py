@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as Upstream
@@ -20,7 +21,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import FullyShardedDataParallel
 from fsdp_c.sharded_grad_scaler import ShardedGradScaler
-from tests.cuda.gloo_on_cuda import through_the_cpu
 from tests.cuda.nccl_on_one_gpu import nccl_group
 from tests.models import WIDTH, Block, Net
 from tests.ranks import on_ranks
@@ -28,7 +28,7 @@ from tests.simulated_gpu import races
 
 STEPS = 6
 TIMEOUT_S = 180.0  # the first test on a rank creates its CUDA context and loads cuBLAS
-GPU = torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 REDUCE_FP32 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = MixedPrecision(param_dtype=torch.float16)
@@ -58,14 +58,20 @@ def scaler_for(fsdp: type, options: dict[str, Any]) -> Any:
     )
 
 
-def train(fsdp: type, rank: int, no_sync: bool, checkpoint: bool, options: dict[str, Any]) -> list[Tensor]:
+def train(
+    fsdp: type,
+    rank: int,
+    no_sync: bool,
+    checkpoint: bool,
+    options: dict[str, Any],
+    inputs_on: torch.device = CPU,
+) -> list[Tensor]:
     """Train and return all results that a user can see, on the CPU."""
     torch.manual_seed(11)
     model: Any = fsdp(
         Net(5, checkpoint_mode="nonreentrant" if checkpoint else None),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=GPU,
-        **({"use_orig_params": True} | options),
+        **({"device_id": GPU, "use_orig_params": True} | options),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scaler = scaler_for(fsdp, options)
@@ -74,8 +80,8 @@ def train(fsdp: type, rank: int, no_sync: bool, checkpoint: bool, options: dict[
         generator = torch.Generator().manual_seed(100 * step + rank)
         if no_sync:
             with model.no_sync():
-                scaler.scale(loss_of(model, generator)).backward()
-        loss = loss_of(model, generator)
+                scaler.scale(loss_of(model, generator, inputs_on)).backward()
+        loss = loss_of(model, generator, inputs_on)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         seen += [loss.detach().cpu(), model.clip_grad_norm_(0.5, (2.0, math.inf, 1.0)[step % 3]).cpu()]
@@ -88,9 +94,12 @@ def train(fsdp: type, rank: int, no_sync: bool, checkpoint: bool, options: dict[
     return seen + [value.cpu() for _, value in sorted(whole.items())]
 
 
-def loss_of(model: Any, generator: torch.Generator) -> Tensor:
-    """Return the loss of a batch on the CPU, which the root moves to the GPU."""
-    return model(torch.randn(4, WIDTH, generator=generator)).float().square().mean()
+def loss_of(model: Any, generator: torch.Generator, inputs_on: torch.device) -> Tensor:
+    """Return the loss of a batch, by default on the CPU, which the root moves to the GPU. Dropout draws from the
+    device's generator.
+    """
+    batch = torch.randn(4, WIDTH, generator=generator).to(inputs_on)
+    return F.dropout(model(batch), 0.1).float().square().mean()
 
 
 def assert_parity(rank: int, name: str, **how: Any) -> None:
@@ -129,52 +138,37 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and bool(equal.all())
 
 
-@contextlib.contextmanager
-def over(backend: str) -> Iterator[dict[str, Any]]:
-    """Use one GPU, and yield the arguments that make a model use the backend."""
-    if GPU.type == "cuda":
-        torch.cuda.set_device(GPU)
-    if backend == "nccl":
-        yield {"process_group": nccl_group()}
-        return
-    with through_the_cpu():
-        yield {}
+def over_nccl() -> dict[str, Any]:
+    """Use one GPU, and return the arguments that make a model use NCCL."""
+    torch.cuda.set_device(GPU)
+    return {"process_group": nccl_group()}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@on_ranks(1, TIMEOUT_S)
+@on_ranks(1, TIMEOUT_S, label="nccl")
 def test_one_rank_trains_as_torch_does(rank: int, name: str) -> None:
-    with over("gloo"):
-        assert_parity(rank, name, no_sync=False, checkpoint=False)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@on_ranks(2, TIMEOUT_S)
-def test_two_ranks_on_one_gpu_train_as_torch_does(rank: int, name: str) -> None:
-    with over("gloo"):
-        assert_parity(rank, name, no_sync=False, checkpoint=False)
+    assert_parity(rank, name, no_sync=False, checkpoint=False, options=over_nccl())
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_two_ranks_train_as_torch_does_over_nccl(rank: int, name: str) -> None:
-    """With NCCL the collectives overlap with computation, as on several GPUs."""
-    with over("nccl") as options:
-        assert_parity(rank, name, no_sync=False, checkpoint=False, options=options)
+def test_two_ranks_train_as_torch_does(rank: int, name: str) -> None:
+    assert_parity(rank, name, no_sync=False, checkpoint=False, options=over_nccl())
 
 
 @pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "bf16, reduced in fp32"])
-@on_ranks(4, TIMEOUT_S)
+@on_ranks(4, TIMEOUT_S, label="nccl")
 def test_four_ranks_accumulate_and_checkpoint_as_torch_does(rank: int, name: str) -> None:
-    with over("gloo"):
-        assert_parity(rank, name, no_sync=True, checkpoint=True)
+    assert_parity(rank, name, no_sync=True, checkpoint=True, options=over_nccl())
 
 
 @pytest.mark.parametrize("name", ["FULL_SHARD", "bf16, reduced in fp32"])
-@on_ranks(4, TIMEOUT_S)
+@on_ranks(4, TIMEOUT_S, label="nccl")
 def test_four_ranks_shard_and_replicate_as_torch_does(rank: int, name: str) -> None:
+    over_nccl()
     rows, columns = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
-    (shard, _), (replicate, _) = (dist.new_subgroups_by_enumeration(ranks) for ranks in (rows, columns))
+    shard, replicate = (
+        dist.new_subgroups_by_enumeration(ranks, backend="nccl")[0] for ranks in (rows, columns)
+    )
     hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": (shard, replicate)}
-    with over("gloo"):
-        assert_parity(rank, name, no_sync=True, checkpoint=False, options=hybrid)
+    assert_parity(rank, name, no_sync=True, checkpoint=False, options=hybrid)

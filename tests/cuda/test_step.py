@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c._runtime_utils import _lazy_init
-from tests.cuda.test_parity import GPU, TIMEOUT_S, Upstream, over
+from tests.cuda.test_parity import CPU, GPU, TIMEOUT_S, Upstream, over_nccl
 from tests.ranks import all_strategies, both_views, on_ranks
 
 WIDTH = 1024
@@ -81,18 +81,19 @@ def step(model: nn.Module) -> None:
     model.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["plain", "bf16"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("name", TRANSFERS)
 @pytest.mark.usefixtures("one_of_four")
-def test_a_step_takes_no_memory_from_the_driver_after_the_first_ones(name: str) -> None:
-    model = large(**TRANSFERS[name])
-    for _ in range(3):
-        step(model)
-    before = torch.cuda.memory_stats()
-    for _ in range(5):
-        step(model)
-    after = torch.cuda.memory_stats()
-    assert after["num_device_alloc"] == before["num_device_alloc"]
-    assert after["reserved_bytes.all.peak"] == before["reserved_bytes.all.peak"]
+def test_a_step_takes_no_memory_that_the_first_ones_did_not_take(name: str, strategy: str) -> None:
+    model = large(**TRANSFERS[name], sharding_strategy=ShardingStrategy[strategy])
+    counts = []
+    for steps in (3, 5):
+        for _ in range(steps):
+            step(model)
+        gc.collect()
+        counts.append(torch.cuda.memory_stats())
+    for count in ("num_device_alloc", "reserved_bytes.all.peak", "allocated_bytes.all.current"):
+        assert counts[0][count] == counts[1][count]
 
 
 @pytest.mark.usefixtures("one_of_four")
@@ -268,28 +269,20 @@ def assert_alike(one: list[Tensor], other: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", TRANSFERS)
-@on_ranks(2, TIMEOUT_S)
-def test_results_do_not_depend_on_timing(name: str) -> None:
-    with over("gloo"):
-        assert_alike(results(large(**TRANSFERS[name]), 0), results(large(**TRANSFERS[name]), 3_000_000))
-
-
-@pytest.mark.parametrize("name", TRANSFERS)
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_results_do_not_depend_on_timing_over_nccl(name: str) -> None:
-    """Over NCCL nothing makes the host wait, while all-gathers through the CPU do."""
-    with over("nccl") as group:
-        options = TRANSFERS[name] | group
-        assert_alike(results(large(**options), 0), results(large(**options), 3_000_000))
+def test_results_do_not_depend_on_timing(name: str) -> None:
+    group = over_nccl()
+    options = TRANSFERS[name] | group
+    assert_alike(results(large(**options), 0), results(large(**options), 3_000_000))
 
 
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_steps_under_streams_of_the_user_give_the_same() -> None:
-    with over("nccl") as group:
-        expected = results(large(**group), 0)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            actual = results(large(**group), 3_000_000)
-        assert_alike(expected, actual)
+    group = over_nccl()
+    expected = results(large(**group), 0)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        actual = results(large(**group), 3_000_000)
+    assert_alike(expected, actual)
 
 
 FULL = (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True), FullOptimStateDictConfig())
@@ -314,8 +307,8 @@ def test_a_sharded_state_dict_on_the_cpu_takes_as_little_of_the_device_as_torch_
             values = model.state_dict()
         return torch.cuda.max_memory_allocated() - base, [value.local_tensor() for value in values.values()]
 
-    with over("nccl") as group:
-        (theirs, their_rows), (ours, our_rows) = taken(Upstream), taken(FSDP)
+    group = over_nccl()
+    (theirs, their_rows), (ours, our_rows) = taken(Upstream), taken(FSDP)
     assert ours < 1.1 * theirs, (ours, theirs)
     assert {row.device.type for row in our_rows} == {"cpu"}
     assert_alike(their_rows, our_rows)
@@ -326,19 +319,19 @@ def test_a_sharded_state_dict_on_the_cpu_takes_as_little_of_the_device_as_torch_
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_state_dicts_restore_model_and_optimizer_over_nccl(name: str, kind: Any) -> None:
     """NCCL sends from the GPU only, whether shards and state dicts are on the GPU or the CPU."""
-    with over("nccl") as group:
-        model = large(**TRANSFERS[name] | group)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        with FSDP.state_dict_type(model, *kind):
-            train_once(model, optimizer)
-            saved, saved_optimizer = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-            train_once(model, optimizer)
-            expected = state_of(model, optimizer)
-            train_once(model, optimizer)
-            model.load_state_dict(saved)
-            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved_optimizer))
-            train_once(model, optimizer)
-        assert_alike(state_of(model, optimizer), expected)
+    group = over_nccl()
+    model = large(**TRANSFERS[name] | group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with FSDP.state_dict_type(model, *kind):
+        train_once(model, optimizer)
+        saved, saved_optimizer = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        train_once(model, optimizer)
+        expected = state_of(model, optimizer)
+        train_once(model, optimizer)
+        model.load_state_dict(saved)
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved_optimizer))
+        train_once(model, optimizer)
+    assert_alike(state_of(model, optimizer), expected)
 
 
 def train_once(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -357,14 +350,14 @@ def state_of(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_summon_full_params_writes_back_over_nccl() -> None:
-    with over("nccl") as group:
-        for options in TRANSFERS.values():
-            model = large(**options | group)
-            with FSDP.summon_full_params(model):
-                for param in model.parameters():
-                    param.data.fill_(0.5)
-            with FSDP.summon_full_params(model, writeback=False):
-                assert all(bool((param == 0.5).all()) and param.device == GPU for param in model.parameters())
+    group = over_nccl()
+    for options in TRANSFERS.values():
+        model = large(**options | group)
+        with FSDP.summon_full_params(model):
+            for param in model.parameters():
+                param.data.fill_(0.5)
+        with FSDP.summon_full_params(model, writeback=False):
+            assert all(bool((param == 0.5).all()) and param.device == GPU for param in model.parameters())
 
 
 # ---- models moved off the device between steps
@@ -390,9 +383,6 @@ def move(model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> 
     torch.cuda.empty_cache()
 
 
-HOST = torch.device("cpu")
-
-
 @both_views
 @pytest.mark.parametrize("name", TRANSFERS)
 @on_ranks(2, TIMEOUT_S, label="nccl")
@@ -400,22 +390,20 @@ def test_model_that_leaves_the_device_between_steps_trains_as_one_that_stays(
     name: str, use_orig_params: bool
 ) -> None:
     seen = []
-    with over("nccl") as group:
-        for leaves in (False, True):
-            model = large(**TRANSFERS[name] | group | {"use_orig_params": use_orig_params})
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            for _ in range(3):
-                train_once(model, optimizer)
-                if leaves and name.startswith("offload"):
-                    move(model, optimizer, HOST)
-                elif leaves:
-                    move(model, optimizer, HOST)
-                    with pytest.raises(
-                        AssertionError, match=r"compute device cuda:0, was on cpu.*flat_param_to"
-                    ):
-                        model(torch.randn(8, WIDTH))
-                    move(model, optimizer, GPU)
-            seen.append(state_of(model, optimizer))
+    group = over_nccl()
+    for leaves in (False, True):
+        model = large(**TRANSFERS[name] | group | {"use_orig_params": use_orig_params})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            train_once(model, optimizer)
+            if leaves and name.startswith("offload"):
+                move(model, optimizer, CPU)
+            elif leaves:
+                move(model, optimizer, CPU)
+                with pytest.raises(AssertionError, match=r"compute device cuda:0, was on cpu.*flat_param_to"):
+                    model(torch.randn(8, WIDTH))
+                move(model, optimizer, GPU)
+        seen.append(state_of(model, optimizer))
     assert_alike(*seen)
 
 
@@ -431,7 +419,7 @@ def test_model_that_leaves_the_device_leaves_nothing_there(name: str) -> None:
     model = large(**TRANSFERS[name])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     train_once(model, optimizer)
-    move(model, optimizer, HOST)
+    move(model, optimizer, CPU)
     del optimizer
     gc.collect()
     torch.cuda.empty_cache()
@@ -485,21 +473,21 @@ def test_gradients_leave_the_device_with_the_parameters(
     rank: int, use_orig_params: bool, strategy: str, sync: bool
 ) -> None:
     seen = []
-    with over("nccl") as group:
-        for leaves in (False, True):
-            model = small(strategy, use_orig_params=use_orig_params, **group)
-            accumulate(model, rank, 0, sync)
-            before = [None if param.grad is None else param.grad.cpu() for param in model.parameters()]
-            if leaves:
-                model.cpu()
-                for param, grad in zip(model.parameters(), before, strict=True):
-                    assert param.device == HOST and (param.grad is None) == (grad is None)
-                    assert param.grad is None or (param.grad.device == HOST and torch.equal(param.grad, grad))
-                model.cuda()
-            accumulate(model, rank, 1, sync)
-            accumulate(model, rank, 2, sync=True)
-            seen.append([param.grad.cpu() for param in model.parameters() if param.grad is not None])
-            assert seen[-1]
+    group = over_nccl()
+    for leaves in (False, True):
+        model = small(strategy, use_orig_params=use_orig_params, **group)
+        accumulate(model, rank, 0, sync)
+        before = [None if param.grad is None else param.grad.cpu() for param in model.parameters()]
+        if leaves:
+            model.cpu()
+            for param, grad in zip(model.parameters(), before, strict=True):
+                assert param.device == CPU and (param.grad is None) == (grad is None)
+                assert param.grad is None or (param.grad.device == CPU and torch.equal(param.grad, grad))
+            model.cuda()
+        accumulate(model, rank, 1, sync)
+        accumulate(model, rank, 2, sync=True)
+        seen.append([param.grad.cpu() for param in model.parameters() if param.grad is not None])
+        assert seen[-1]
     assert_alike(*seen)
 
 
@@ -510,22 +498,20 @@ def test_whole_parameters_can_be_saved_where_they_have_been_moved_to(
     rank: int, use_orig_params: bool, after: str
 ) -> None:
     """torch can save after a step with use_orig_params. If an all-gather is needed, the error names a remedy."""
-    with over("nccl") as group:
-        model = small("NO_SHARD", use_orig_params=use_orig_params, **group)
-        if after == "a backward":
-            accumulate(model, rank, 0, sync=True)
-        expected = {name: value.cpu() for name, value in model.state_dict().items()}
-        saved = model.cpu().state_dict()
-        assert list(saved) == list(expected) and len(saved) == 4
-        assert all(
-            value.device == HOST and torch.equal(value, expected[name]) for name, value in saved.items()
-        )
-        model.cuda().load_state_dict(saved)
-        accumulate(model, rank, 1, sync=True)
-        with pytest.raises(
-            RuntimeError, match="unexpectedly has parameters on cpu. Make sure to move the module"
-        ):
-            small("FULL_SHARD", use_orig_params=use_orig_params, **group).cpu().state_dict()
+    group = over_nccl()
+    model = small("NO_SHARD", use_orig_params=use_orig_params, **group)
+    if after == "a backward":
+        accumulate(model, rank, 0, sync=True)
+    expected = {name: value.cpu() for name, value in model.state_dict().items()}
+    saved = model.cpu().state_dict()
+    assert list(saved) == list(expected) and len(saved) == 4
+    assert all(value.device == CPU and torch.equal(value, expected[name]) for name, value in saved.items())
+    model.cuda().load_state_dict(saved)
+    accumulate(model, rank, 1, sync=True)
+    with pytest.raises(
+        RuntimeError, match="unexpectedly has parameters on cpu. Make sure to move the module"
+    ):
+        small("FULL_SHARD", use_orig_params=use_orig_params, **group).cpu().state_dict()
 
 
 def refusal(module: nn.Module, **options: Any) -> str:
@@ -540,16 +526,14 @@ def refusal(module: nn.Module, **options: Any) -> str:
 def test_values_on_the_cpu_that_the_group_cannot_send_are_refused(rank: int) -> None:
     """NCCL cannot send tensors on the CPU. A group that also has gloo can."""
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with over("nccl") as group:
-        assert f"'0.weight' of unit 'Sequential' on rank {rank}, whose" in refusal(module.cpu(), **group)
-        module.to(GPU)[1].running_var = torch.full((4,), float(rank), device="cpu")
-        assert f"'1.running_var' of unit 'Sequential' on rank {rank}, whose process group" in refusal(
-            module, **group
-        )
-        assert "Pass device_id" in refusal(module, **group)
-        assert (
-            FSDP(module, sync_module_states=True, device_id=GPU, **group).module[1].running_var.device == GPU
-        )
+    group = over_nccl()
+    assert f"'0.weight' of unit 'Sequential' on rank {rank}, whose" in refusal(module.cpu(), **group)
+    module.to(GPU)[1].running_var = torch.full((4,), float(rank), device="cpu")
+    assert f"'1.running_var' of unit 'Sequential' on rank {rank}, whose process group" in refusal(
+        module, **group
+    )
+    assert "Pass device_id" in refusal(module, **group)
+    assert FSDP(module, sync_module_states=True, device_id=GPU, **group).module[1].running_var.device == GPU
     other = nn.Linear(2, 2, device="cpu")
     other.register_buffer("own", torch.full((4,), float(rank), device="cpu"))
     FSDP(other, sync_module_states=True)
