@@ -172,15 +172,6 @@ def train_deterministically(trainer: Trainer) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def step_under_streams_that_end(trainer: Trainer) -> None:
-    for _ in range(3):
-        stream = torch.cuda.Stream()
-        with after_current(stream):
-            trainer.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        del stream
-
-
 def step_under_streams_that_are_destroyed(trainer: Trainer) -> None:
     """Run steps on streams that the driver destroys, each used for one step and one read of the parameters."""
     driver = device_library()
@@ -227,10 +218,6 @@ OWN: dict[str, tuple[Body, dict[str, Any]]] = {
     "two streams, two forwards": (add_up_under_two_streams, {"limit_all_gathers": False}),
     "two streams, bf16": (step_under_two_streams, {"limit_all_gathers": False, "mixed_precision": BF16}),
     "two streams, evaluate": (evaluate_under_two_streams, {"limit_all_gathers": False}),
-    "streams that end, bf16": (
-        step_under_streams_that_end,
-        {"limit_all_gathers": False, "mixed_precision": BF16},
-    ),
     "streams that are destroyed": (step_under_streams_that_are_destroyed, {"limit_all_gathers": False}),
     "streams that are destroyed, bf16": (
         step_under_streams_that_are_destroyed,
@@ -410,35 +397,6 @@ def _named_streams() -> Iterator[dict[int, str]]:
 
 def device_library() -> ctypes.CDLL:
     return ctypes.CDLL(os.path.join(os.environ["SIMULATED_GPU"], "libcuda.so.1"))
-
-
-@contextmanager
-def without_waits_of_the_host() -> Iterator[None]:
-    """Let fsdp_c's host waits for events return at once."""
-    drop = device_library().simulated_gpu_drop_host_waits
-    drop(ctypes.c_bool(True))
-    try:
-        yield
-    finally:
-        drop(ctypes.c_bool(False))
-
-
-@contextmanager
-def without_record(nth: int) -> Iterator[None]:
-    """Skip the nth recording of an event from now on, so that the event keeps its earlier position."""
-    drop = device_library().simulated_gpu_drop_record
-    drop(ctypes.c_int64(nth))
-    try:
-        yield
-    finally:
-        drop(ctypes.c_int64(-1))
-
-
-def records() -> int:
-    """Return the number of event recordings so far."""
-    drop = device_library().simulated_gpu_drop_record
-    drop.restype = ctypes.c_int64
-    return drop(ctypes.c_int64(-1))
 
 
 def _wait(nth: int, names: dict[int, str]) -> Wait:

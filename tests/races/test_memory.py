@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from typing import Any
 
 import pytest
 import torch
 
 from fsdp_c import _C
-from tests import simulated_gpu
 from tests.models import WIDTH
+from tests.races.scenarios import SCENARIOS, STEPS, Trainer, plain, raising_in
 from tests.storage import settled_nbytes
 
-pytestmark = [
-    pytest.mark.skipif(
-        not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"
-    ),
-    pytest.mark.usefixtures("one_of_four_ranks"),
-]
-
-if simulated_gpu.is_on():
-    from tests.races.scenarios import SCENARIOS, STEPS, Trainer, plain, raising_in
-
+pytestmark = pytest.mark.usefixtures("one_of_four_ranks")
 
 POOLED = [
     "FULL_SHARD",
@@ -50,31 +40,6 @@ def test_no_step_holds_more_storage_than_was_reserved_before_the_first(name: str
     reserved = _C.peak_unsharded_nbytes(reset=True) - base
     body(trainer)
     assert 0 < _C.peak_unsharded_nbytes() - base <= reserved
-
-
-STEADY = [
-    "FULL_SHARD",
-    "SHARD_GRAD_OP",
-    "reduce fp32",
-    "no limit, forward prefetch, bf16",
-    "accumulate, NO_SHARD",
-    "offload, SHARD_GRAD_OP, bf16",
-]
-
-
-@pytest.mark.parametrize("name", STEADY)
-def test_a_step_takes_no_memory_that_the_first_did_not_take(name: str) -> None:
-    body, arguments = SCENARIOS[name]
-    trainer = Trainer(0, **({"net": {"blocks": 7}} | arguments))
-    body(trainer)
-    gc.collect()
-    first = torch.cuda.memory_stats()
-    body(trainer)
-    gc.collect()
-    last = torch.cuda.memory_stats()
-    assert last["num_device_alloc"] == first["num_device_alloc"]
-    assert last["allocated_bytes.all.current"] == first["allocated_bytes.all.current"]
-    assert last["num_allocs"] > first["num_allocs"]
 
 
 class FullPool:

@@ -7,16 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.fsdp import CPUOffload
 
-from tests import ranks, settings, simulated_gpu
+from fsdp_c.optim import WholeParameters
+from fsdp_c.optim.whole_parameters import _SideStream
+from tests import ranks, settings
 from tests.cuda.nccl_on_one_gpu import nccl_group
+from tests.races.programs import HYBRID, IN_PART, PROGRAMS, set_up
+from tests.races.scenarios import BF16, Trainer, accumulate, plain
 from tests.ranks import on_ranks
 from tests.simulated_gpu import races
-
-if not simulated_gpu.is_on():
-    pytest.skip("needs the simulated GPU: python -m tests.simulated_gpu", allow_module_level=True)
-
-from tests.races.programs import HYBRID, IN_PART, PROGRAMS, set_up  # noqa: E402
 
 OF_FOUR = [*HYBRID, *IN_PART]  # programs with replicas of shards need four ranks
 OF_TWO = [program for program in PROGRAMS if program not in OF_FOUR]
@@ -25,8 +26,6 @@ OF_TWO = [program for program in PROGRAMS if program not in OF_FOUR]
 @contextmanager
 def on_gpu() -> Iterator[Any]:
     """Put models and tensors on the GPU, and yield the group of all ranks."""
-    import torch
-
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(settings.DEVICE, "cuda")
         torch.set_default_device(ranks.device())
@@ -37,8 +36,6 @@ def on_gpu() -> Iterator[Any]:
 
 
 def run(program: str, rank: int) -> None:
-    from tests.races.scenarios import Trainer
-
     with on_gpu() as group, set_up(program) as (body, arguments):
         groups = {} if program in OF_FOUR else {"process_group": group}
         body(Trainer(rank, **(groups | arguments)))
@@ -60,14 +57,10 @@ def test_hybrid_programs_are_in_order(rank: int, program: str) -> None:
 @on_ranks(2, label="races")
 def test_offload_gives_the_same_numbers(rank: int, strategy: str) -> None:
     """The optimizer does not divide: divisions on the CPU and the GPU round differently."""
-    import torch
-    from torch.distributed.fsdp import CPUOffload
-
-    from tests.races.scenarios import BF16, Trainer, accumulate
 
     def train(group: Any, offload: bool) -> list[Any]:
         options = {"strategy": strategy, "cpu_offload": CPUOffload(offload), "mixed_precision": BF16}
-        trainer = Trainer(rank, process_group=group, **options)
+        trainer: Any = Trainer(rank, process_group=group, **options)
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.125)
         accumulate(trainer)
         return [param.detach().cpu() for param in trainer.model.parameters()]
@@ -83,14 +76,8 @@ def step_whole_parameters(rank: int, group: Any, offload: bool) -> None:
     """Step with one bucket per parameter, so that each transfer overlaps with the computation of another
     bucket.
     """
-    import torch
-    from torch.distributed.fsdp import CPUOffload
-
-    from fsdp_c.optim import WholeParameters
-    from tests.races.scenarios import Trainer, plain
-
-    trainer = Trainer(rank, process_group=group, cpu_offload=CPUOffload(offload))
-    options = {"lr": 0.05, "momentum": 0.9, "bucket_nbytes": 1}
+    trainer: Any = Trainer(rank, process_group=group, cpu_offload=CPUOffload(offload))
+    options: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "bucket_nbytes": 1}
     trainer.optimizer = WholeParameters(trainer.model, torch.optim.SGD, **options)
     plain(trainer)
 
@@ -105,10 +92,6 @@ def test_whole_parameters_move_in_order(rank: int, offload: bool) -> None:
 @pytest.mark.parametrize("missing", ["of the computation", "of the movement", "of a gather"])
 @on_ranks(2, label="races")
 def test_a_wait_of_whole_parameters_that_is_left_out_is_found(rank: int, missing: str) -> None:
-    import torch
-
-    from fsdp_c.optim.whole_parameters import _SideStream
-
     moving = _SideStream.moving
     with on_gpu() as group, pytest.MonkeyPatch.context() as patched:
         if missing == "of the computation":

@@ -9,17 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import simulated_gpu
+from tests.races.scenarios import Trainer, raising_in
 
-pytestmark = [
-    pytest.mark.skipif(
-        not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"
-    ),
-    pytest.mark.usefixtures("one_of_four_ranks"),
-]
-
-if simulated_gpu.is_on():
-    from tests.races.scenarios import Trainer, raising_in
+pytestmark = pytest.mark.usefixtures("one_of_four_ranks")
 
 
 def test_a_forward_waits_while_the_backward_before_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

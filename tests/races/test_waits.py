@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests import simulated_gpu
-
-if not simulated_gpu.is_on():
-    pytest.skip("needs the simulated GPU: python -m tests.simulated_gpu", allow_module_level=True)
-
-from tests.races.programs import PROGRAMS, Step, lags, run  # noqa: E402
-from tests.races.waits import CHOSEN, look  # noqa: E402
-from tests.settings import EXHAUSTIVE  # noqa: E402
+from tests.races.programs import PROGRAMS, Step, lags, run
+from tests.races.waits import CHOSEN, look
+from tests.settings import EXHAUSTIVE
 
 pytestmark = pytest.mark.usefixtures("one_of_four_ranks")
 STRIDE = 1 if EXHAUSTIVE else 16

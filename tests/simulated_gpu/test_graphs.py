@@ -8,9 +8,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-simulated_gpu = pytest.importorskip(
-    "simulated_gpu", reason="needs the simulated GPU: python -m tests.simulated_gpu"
-)
+simulated_gpu = pytest.importorskip("simulated_gpu")
 
 
 def captured(work: Callable[[torch.Tensor], object], values: torch.Tensor) -> torch.cuda.CUDAGraph:

@@ -62,6 +62,10 @@ def changes_in_a_step():
     with memory() as taken:
         forward_backward()
     return taken.changes
+full = 4 * (1024 * 1024 + 1024)
+def inputs():
+    changes = changes_in_a_step()
+    return [(block.stream, block.in_pool) for _, block, is_taken in changes if is_taken and block.nbytes >= full]
 for _ in range(2):
     forward_backward()
     optimizer.step()
@@ -142,62 +146,35 @@ assert segments == ([34 * 2**20] * 2 if "CONF" else [66 * 2**20]), segments
     run(program.replace("CONF", conf), PYTORCH_CUDA_ALLOC_CONF=conf)
 
 
-INPUTS = """
-full = 4 * (1024 * 1024 + 1024)
-def inputs():
-    changes = changes_in_a_step()
-    return [(block.stream, block.in_pool) for _, block, is_taken in changes if is_taken and block.nbytes >= full]
-"""
-
-
 def test_last_reduction_reads_idle_memory_of_the_pool() -> None:
     """The first of four layers, in bf16 with reduction in fp32, is reduced last. Its input fits into the room
     of two unsharded layers.
     """
-    run(
-        INPUTS
-        + """
+    run("""
 *others, last = inputs()
 gathers = {block.stream for _, block, _ in changes_in_a_step() if block.in_pool}
 assert last == (*gathers, True), last
 assert len(others) == 3 and not any(in_pool or stream == 0 for stream, in_pool in others), others
-"""
-    )
+""")
 
 
-ONE_LAYER = (
-    INPUTS
-    + """
+@pytest.mark.parametrize("is_full", [False, True])
+def test_pool_has_room_for_the_roots_reduction_unless_it_is_full(is_full: bool) -> None:
+    """For a single layer in bf16, the input of the reduction in fp32 is twice as large as the unsharded
+    parameters. A first forward without gradients does not reserve room for a reduction, which then reads memory
+    of the compute stream.
+    """
+    program = """
 torch.cuda.empty_cache()
 model = wrap(nn.Linear(1024, 1024, device="cuda"))
-"""
-)
-
-
-def test_pool_has_room_for_the_roots_reduction() -> None:
-    """For a single layer in bf16, the input of the reduction in fp32 is twice as large as the unsharded
-    parameters.
-    """
-    run(
-        ONE_LAYER
-        + """
+if IS_FULL:
+    with torch.no_grad():
+        model(batch)
 forward_backward()
-assert [in_pool for _, in_pool in inputs()] == [True]
+(found,) = inputs()
+assert found == (0, False) if IS_FULL else found[1], found
 """
-    )
-
-
-def test_last_reduction_reads_compute_stream_memory_if_the_pool_is_full() -> None:
-    """A first forward without gradients does not reserve room for a reduction."""
-    run(
-        ONE_LAYER
-        + """
-with torch.no_grad():
-    model(batch)
-forward_backward()
-assert inputs() == [(0, False)]
-"""
-    )
+    run(program.replace("IS_FULL", str(is_full)))
 
 
 def test_gradients_reduced_in_another_dtype_belong_to_the_compute_stream() -> None:

@@ -6,9 +6,7 @@
 
 namespace simulated_gpu {
 
-static int64_t dropped = -1, waits, dropped_record = -1, records;
-
-static bool host_goes_on; /* true if the host's waits for events are dropped */
+static int64_t dropped = -1, waits;
 
 struct wait_made {
     int waiting, awaited; /* agents */
@@ -91,16 +89,14 @@ DEVICE_API int cuEventRecord(void *which, void *on) {
     if (is_destroyed(recorded)) {
         return INVALID_HANDLE;
     }
-    if (records++ != dropped_record) {
-        event_record((event *)which, recorded);
-    }
+    event_record((event *)which, recorded);
     recorders[which] = recorded->agent;
     return SUCCESS;
 }
 
 DEVICE_API int cuEventSynchronize(void *which) {
     holding lock(device_lock);
-    bool waits_for_it = begin_wait(HOST, host_clock(), which) && !host_goes_on;
+    bool waits_for_it = begin_wait(HOST, host_clock(), which);
     return result_of([&] {
         if (waits_for_it) {
             host_wait((event *)which);
@@ -203,18 +199,6 @@ DEVICE_API int cuCtxGetDevice(int *device) {
     }
     *device = current_device();
     return SUCCESS;
-}
-
-/* Drop the host's waits for events, to check that the race detector reports it. */
-DEVICE_API void simulated_gpu_drop_host_waits(bool drop) {
-    host_goes_on = drop;
-}
-
-/* Drop the nth event record from now (-1: none). Return the number of records so far. */
-DEVICE_API int64_t simulated_gpu_drop_record(int64_t nth) {
-    holding lock(device_lock);
-    dropped_record = nth < 0 ? -1 : records + nth;
-    return records;
 }
 
 /* Return true if the nth wait since the start ordered anything, and set the agents of both sides. */
