@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import BackwardPrefetch
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
 from tests.distributed.test_collectives import calls
 from tests.distributed.test_execution_order import gathered
@@ -137,3 +137,16 @@ def test_unshard_gathers_once_and_before_lazy_init_too() -> None:
     assert gathered_layers(gathered(seen)) == [2, 0, 1, 3, 4]
     assert model.check_is_root() and not inner.check_is_root()
     model._unshard()  # a unit without parameters has nothing to gather
+
+
+@both_views
+@on_ranks(2)
+def test_unshard_gathers_parameters_again_that_changed_after_a_forward(use_orig_params: bool) -> None:
+    model = chain(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=use_orig_params)
+    params = list(model.parameters())
+    before = model(torch.ones(1, 1))  # without a backward, which would reshard the units
+    for param in params:
+        param.data.mul_(2)
+    for layer in model.layers:
+        layer._unshard()
+    assert torch.equal(model(torch.ones(1, 1)), before * 2 ** len(SIZES))
