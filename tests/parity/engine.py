@@ -235,6 +235,9 @@ def same_bits(left: Any, right: Any) -> bool:
     return torch.equal(left, right) or bool(((left == right) | ((left != left) & (right != right))).all())
 
 
+_ABSENT = object()
+
+
 def snapshot(value: Any) -> Any:
     """Return a copy of tensors in nested containers; of sharded tensors, this rank's parts with their places."""
 
@@ -249,17 +252,21 @@ def snapshot(value: Any) -> Any:
     return pytree.tree_map(copied, value)
 
 
-def different_paths(expected: Any, actual: Any) -> list[str]:
-    """Return the places at which two nested containers of tensors differ. The order of names does not matter."""
-    one, other = (
-        {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(value)}
-        for value in (expected, actual)
-    )
-    return sorted(
-        path
-        for path in one.keys() | other.keys()
-        if path not in one or path not in other or not same_bits(one[path], other[path])
-    )
+def different_paths(expected: Any, actual: Any, path: str = "") -> list[str]:
+    """Return the places at which two nested containers differ, empty ones included. The order of names does not
+    matter.
+    """
+    pairs: list[tuple[object, Any, Any]]
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        names = dict.fromkeys([*expected, *actual])
+        pairs = [(name, expected.get(name, _ABSENT), actual.get(name, _ABSENT)) for name in names]
+    elif (
+        isinstance(expected, list | tuple) and type(expected) is type(actual) and len(expected) == len(actual)
+    ):
+        pairs = [(index, *pair) for index, pair in enumerate(zip(expected, actual, strict=True))]
+    else:
+        return [] if same_bits(expected, actual) else [path]
+    return [found for name, *pair in pairs for found in different_paths(*pair, f"{path}[{name!r}]")]
 
 
 def same_device(left: Any, right: Any) -> bool:
