@@ -100,7 +100,7 @@ HOST_DEVICE static inline float16 float16_from_float(float value) {
     return result;
 }
 
-/* ---- conversions of the CPU only; the loops build these names from dtypes ---- */
+/* ---- with fp64, on the CPU only ---- */
 
 #ifndef __cplusplus
 #ifdef __aarch64__
@@ -119,30 +119,55 @@ static inline float16 float16_from_double(double value) {
     return float16_from_float((float)value);
 }
 
-static inline bfloat16 bfloat16_from_float16(float16 value) {
-    return bfloat16_from_float(float_from_float16(value));
-}
-static inline float16 float16_from_bfloat16(bfloat16 value) {
-    return float16_from_float(float_from_bfloat16(value));
+static inline double double_load(enum dtype dtype, const void *input, int64_t i) {
+    switch (dtype) {
+    case DTYPE_FLOAT32:
+        return ((const float *)input)[i];
+    case DTYPE_BFLOAT16:
+        return float_from_bfloat16(((const bfloat16 *)input)[i]);
+    case DTYPE_FLOAT16:
+        return float_from_float16(((const float16 *)input)[i]);
+    default:
+        return ((const double *)input)[i];
+    }
 }
 
-#define float_from_float(value)       (value)
-#define double_from_double(value)     (value)
-#define bfloat16_from_bfloat16(value) (value)
-#define float16_from_float16(value)   (value)
-#define float_from_double(value)      ((float)(value))
-#define double_from_float(value)      ((double)(value))
-#define double_from_bfloat16(value)   ((double)float_from_bfloat16(value))
-#define double_from_float16(value)    ((double)float_from_float16(value))
-#define bfloat16_from_double(value)   bfloat16_from_float((float)(value))
+/* Round and store. */
+static inline void double_store(enum dtype dtype, void *output, int64_t i, double value) {
+    switch (dtype) {
+    case DTYPE_FLOAT32:
+        ((float *)output)[i] = (float)value;
+        break;
+    case DTYPE_BFLOAT16:
+        ((bfloat16 *)output)[i] = bfloat16_from_float((float)value);
+        break;
+    case DTYPE_FLOAT16:
+        ((float16 *)output)[i] = float16_from_double(value);
+        break;
+    default:
+        ((double *)output)[i] = value;
+    }
+}
 
-/* Loads to fp32 and stores from fp32, the arithmetic type of these dtypes. */
-#define float_load(value)  (value)
-#define bfloat16_load      float_from_bfloat16
-#define float16_load       float_from_float16
-#define float_store(value) (value)
-#define bfloat16_store     bfloat16_from_float
-#define float16_store      float16_from_float
+/* Return `value` as an element of `dtype` holds it. */
+static inline double double_rounded(enum dtype dtype, double value) {
+    switch (dtype) {
+    case DTYPE_FLOAT32:
+        return (float)value;
+    case DTYPE_BFLOAT16:
+        return float_from_bfloat16(bfloat16_from_float((float)value));
+    case DTYPE_FLOAT16:
+        return float_from_float16(float16_from_double(value));
+    default:
+        return value;
+    }
+}
+
+/* Return the result of an operation on elements of `dtype`, which fp32 computes for all but fp64. An fp64 operation
+ * on fp32 operands, rounded, is the fp32 operation. */
+static inline double double_computed(enum dtype dtype, double result) {
+    return dtype == DTYPE_FLOAT64 ? result : (double)(float)result;
+}
 
 #endif
 #endif

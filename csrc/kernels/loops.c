@@ -6,6 +6,24 @@
 
 /* ---- the versions ---- */
 
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+/* Input and output may alias element by element, never at different indices. */
+#ifdef __clang__
+#pragma clang diagnostic ignored "-Wpass-failed" /* clang warns of loops that are vectors already */
+#define ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define ELEMENTWISE _Pragma("GCC ivdep")
+#endif
+
+enum { PREFETCH_NUMEL = 512 };
+
+/* Keep the compiler from vectorising the last elements, fewer than a vector: that would be most of the code. */
+ALWAYS_INLINE bool one_by_one(void) {
+    __asm__ volatile("");
+    return true;
+}
+
 #define FLOATS     1
 #define LOOPS_NAME default
 #include "kernels/loops_body.h"

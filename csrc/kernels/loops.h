@@ -7,26 +7,24 @@
 
 #include "kernels/kernels.h"
 
-/* The loops of one version, indexed by [output dtype][input dtype]. Equal dtypes may work in place. */
+/* What a loop sets. Each step is rounded to the dtype it is in. */
+enum loop {
+    LOOP_CAST,           /* output = cast(input) */
+    LOOP_CAST_DIVIDE,    /* output = cast(input) / number */
+    LOOP_CAST_MULTIPLY,  /* output = cast(input) * number */
+    LOOP_ADD,            /* output += cast(input) */
+    LOOP_ADD_DIVIDED,    /* output += cast(input / number) */
+    LOOP_ADD_MULTIPLIED, /* output += cast(input * number) */
+};
+
+/* Run a loop over `numel` elements. Equal dtypes may work in place. */
+typedef void run_loop(enum loop loop, void *output, enum dtype output_dtype, const void *input,
+                      enum dtype input_dtype, int64_t numel, double number);
+
+/* The loops of one instruction set. */
 struct loops {
     const char *name;
-    /* output = cast(input); NULL for equal dtypes */
-    void (*cast[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel);
-
-    /* The tables below are NULL where exactly one dtype is fp64: the kernels then take two or three steps. */
-
-    /* output = cast(input) / divisor, output = cast(input) * factor */
-    void (*cast_divide[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel,
-                                                  double divisor);
-    void (*cast_multiply[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel,
-                                                    double factor);
-
-    /* accumulator += cast(input), += cast(input / divisor), += cast(input * factor) */
-    void (*add[DTYPE_COUNT][DTYPE_COUNT])(void *accumulator, const void *input, int64_t numel);
-    void (*add_divided[DTYPE_COUNT][DTYPE_COUNT])(void *accumulator, const void *input, int64_t numel,
-                                                  double divisor);
-    void (*add_multiplied[DTYPE_COUNT][DTYPE_COUNT])(void *accumulator, const void *input, int64_t numel,
-                                                     double factor);
+    run_loop *run;
 };
 
 /* Return the version in use: the one that loops_use() set, by default the widest that the processor

@@ -3,7 +3,8 @@
  *   LOOPS_NAME   the version's name, the end of its functions' names: V(name)
  *   FLOATS       number of fp32 elements of a vector: 1 for any processor, 8 with AVX2, 16 with AVX-512
  *
- * Elements after the last whole vector are processed one by one, with the same result. */
+ * The dtypes and the loop are constants where the functions are called, so that a loop without branches is
+ * compiled for each. */
 
 #define V(name)            V_(name, LOOPS_NAME)
 #define V_(name, version)  V__(name, version)
@@ -20,44 +21,34 @@ typedef uint32_t V(vector_bits) __attribute__((vector_size(4 * FLOATS)));
 #endif
 #define floats V(vector)
 
-/* ---- load, round and store of a vector, as convert.h does for one element ---- */
-
-static inline floats V(floats_load_float)(const float *input) {
-    floats values;
-    memcpy(&values, input, sizeof values);
-    return values;
-}
-
-static inline void V(floats_store_float)(float *output, floats values) {
-    memcpy(output, &values, sizeof values);
-}
+/* ---- a vector of each dtype: load, round and store, as convert.h does for one element ---- */
 
 #if FLOATS == 1 /* the compiler makes the vectors */
 static inline floats V(floats_of)(float value) {
     return value;
 }
 
-static inline floats V(floats_load_bfloat16)(const bfloat16 *input) {
+static inline floats V(load_bfloat16)(const bfloat16 *input) {
     return float_from_bfloat16(*input);
 }
 
-static inline floats V(floats_load_float16)(const float16 *input) {
+static inline floats V(load_float16)(const float16 *input) {
     return float_from_float16(*input);
 }
 
-static inline floats V(floats_round_bfloat16)(floats values) {
+static inline floats V(nearest_bfloat16)(floats values) {
     return float_from_bfloat16(bfloat16_from_float(values));
 }
 
-static inline floats V(floats_round_float16)(floats values) {
+static inline floats V(nearest_float16)(floats values) {
     return float_from_float16(float16_from_float(values));
 }
 
-static inline void V(floats_store_bfloat16)(bfloat16 *output, floats values) {
+static inline void V(store_bfloat16)(bfloat16 *output, floats values) {
     *output = bfloat16_from_float(values);
 }
 
-static inline void V(floats_store_float16)(float16 *output, floats values) {
+static inline void V(store_float16)(float16 *output, floats values) {
     *output = float16_from_float(values);
 }
 
@@ -117,217 +108,191 @@ static inline floats V(floats_of)(float value) {
     return OF_WIDTH(set1_ps)(value);
 }
 
-static inline floats V(floats_load_bfloat16)(const bfloat16 *input) {
+static inline floats V(load_bfloat16)(const bfloat16 *input) {
     return (floats)OF_WIDTH(slli_epi32)(OF_WIDTH(cvtepu16_epi32)(V(halves_load)(input)), 16);
 }
 
-static inline floats V(floats_load_float16)(const float16 *input) {
+static inline floats V(load_float16)(const float16 *input) {
     return OF_WIDTH(cvtph_ps)(V(halves_load)(input));
 }
 
-static inline floats V(floats_round_bfloat16)(floats values) {
+static inline floats V(nearest_bfloat16)(floats values) {
     return (floats)((float_bits)V(round_to_bfloat16)(values) & 0xffff0000u);
 }
 
-static inline floats V(floats_round_float16)(floats values) {
+static inline floats V(nearest_float16)(floats values) {
     return OF_WIDTH(cvtph_ps)(OF_WIDTH(cvtps_ph)(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-static inline void V(floats_store_bfloat16)(bfloat16 *output, floats values) {
+static inline void V(store_bfloat16)(bfloat16 *output, floats values) {
     V(halves_store)(output, V(lower_halves)((float_bits)V(round_to_bfloat16)(values) >> 16));
 }
 
-static inline void V(floats_store_float16)(float16 *output, floats values) {
+static inline void V(store_float16)(float16 *output, floats values) {
     V(halves_store)(output, OF_WIDTH(cvtps_ph)(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 #undef OF_WIDTH
 #endif
 
-/* Input and output may alias element by element, never at different indices. */
-#ifdef __clang__
-#pragma clang diagnostic ignored "-Wpass-failed" /* clang warns of loops that are vectors already */
-#define ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define ELEMENTWISE _Pragma("GCC ivdep")
+/* Return `values`, which are in arithmetic of fp32, as elements of `dtype` would hold them. */
+ALWAYS_INLINE floats V(rounded)(enum dtype dtype, floats values) {
+    return dtype == DTYPE_BFLOAT16  ? V(nearest_bfloat16)(values)
+           : dtype == DTYPE_FLOAT16 ? V(nearest_float16)(values)
+                                    : values;
+}
+
+ALWAYS_INLINE floats V(cast)(enum dtype to, enum dtype from, floats values) {
+    return to == from ? values : V(rounded)(to, values);
+}
+
+ALWAYS_INLINE floats V(load)(enum dtype dtype, const void *input, int64_t i) {
+    floats values;
+    if (dtype == DTYPE_BFLOAT16)
+        return V(load_bfloat16)((const bfloat16 *)input + i);
+    if (dtype == DTYPE_FLOAT16)
+        return V(load_float16)((const float16 *)input + i);
+    memcpy(&values, (const float *)input + i, sizeof values);
+    return values;
+}
+
+/* Round and store. */
+ALWAYS_INLINE void V(store)(enum dtype dtype, void *output, int64_t i, floats values) {
+    if (dtype == DTYPE_BFLOAT16)
+        V(store_bfloat16)((bfloat16 *)output + i, values);
+    else if (dtype == DTYPE_FLOAT16)
+        V(store_float16)((float16 *)output + i, values);
+    else
+        memcpy((float *)output + i, &values, sizeof values);
+}
+
+/* ---- the loops ---- */
+
+ALWAYS_INLINE void V(step)(enum loop loop, void *output, enum dtype to, const void *input, enum dtype from,
+                           int64_t i, floats number) {
+    floats values = V(load)(from, input, i);
+    switch (loop) {
+    case LOOP_CAST:
+        break;
+    case LOOP_CAST_DIVIDE:
+        values = V(cast)(to, from, values) / number;
+        break;
+    case LOOP_CAST_MULTIPLY:
+        values = V(cast)(to, from, values) * number;
+        break;
+    case LOOP_ADD:
+        values = V(load)(to, output, i) + V(cast)(to, from, values);
+        break;
+    case LOOP_ADD_DIVIDED:
+        values = V(load)(to, output, i) + V(cast)(to, from, V(rounded)(from, values / number));
+        break;
+    case LOOP_ADD_MULTIPLIED:
+        values = V(load)(to, output, i) + V(cast)(to, from, V(rounded)(from, values * number));
+        break;
+    }
+    V(store)(to, output, i, values);
+}
+
+/* As above for one element of any dtype, in arithmetic of fp64. */
+ALWAYS_INLINE void V(step_one)(enum loop loop, void *output, enum dtype to, const void *input,
+                               enum dtype from, int64_t i, double number) {
+    double value = double_load(from, input, i);
+    switch (loop) {
+    case LOOP_CAST:
+        break;
+    case LOOP_CAST_DIVIDE:
+        value = double_computed(to, double_rounded(to, value) / double_computed(to, number));
+        break;
+    case LOOP_CAST_MULTIPLY:
+        value = double_computed(to, double_rounded(to, value) * double_computed(to, number));
+        break;
+    case LOOP_ADD:
+        value = double_computed(to, double_load(to, output, i) + double_rounded(to, value));
+        break;
+    case LOOP_ADD_DIVIDED:
+        value = double_rounded(from, double_computed(from, value / double_computed(from, number)));
+        value = double_computed(to, double_load(to, output, i) + double_rounded(to, value));
+        break;
+    case LOOP_ADD_MULTIPLIED:
+        value = double_rounded(from, double_computed(from, value * double_computed(from, number)));
+        value = double_computed(to, double_load(to, output, i) + double_rounded(to, value));
+        break;
+    }
+    double_store(to, output, i, value);
+}
+
+/* Prefetching the next cache lines, above all those of the output, is faster than memcpy beyond the caches. A
+ * prefetch past the end has no effect. */
+ALWAYS_INLINE void V(run_dtypes)(enum loop loop, void *output, enum dtype to, const void *input,
+                                 enum dtype from, int64_t numel, double number) {
+    int64_t i = 0;
+    if (to == DTYPE_FLOAT64 || from == DTYPE_FLOAT64) {
+        ELEMENTWISE for (; i < numel; i++) V(step_one)(loop, output, to, input, from, i, number);
+        return;
+    }
+    const floats operand = V(floats_of)((float)number);
+    ELEMENTWISE for (; i + FLOATS <= numel; i += FLOATS) {
+#if FLOATS > 1
+        __builtin_prefetch((const char *)input + (i + PREFETCH_NUMEL) * dtype_nbytes(from), 0);
+        __builtin_prefetch((const char *)output + (i + PREFETCH_NUMEL) * dtype_nbytes(to), 1);
 #endif
-
-/* clang-format off */
-#define EACH_NARROW(X) \
-    X(float, float) X(float, bfloat16) X(float, float16) \
-    X(bfloat16, float) X(bfloat16, bfloat16) X(bfloat16, float16) \
-    X(float16, float) X(float16, bfloat16) X(float16, float16)
-
-#define EACH_WIDE_CAST(X)                                                    \
-    X(float, double) X(bfloat16, double) X(float16, double)                  \
-    X(double, float) X(double, bfloat16) X(double, float16)
-
-/* A cast of vectors rounds where the target dtype cannot hold all values of the source dtype. */
-#define floats_float_from_float(values) (values)
-#define floats_float_from_bfloat16(values) (values)
-#define floats_float_from_float16(values) (values)
-#define floats_bfloat16_from_float floats_rounded_bfloat16
-#define floats_bfloat16_from_bfloat16(values) (values)
-#define floats_bfloat16_from_float16 floats_rounded_bfloat16
-#define floats_float16_from_float floats_rounded_float16
-#define floats_float16_from_bfloat16 floats_rounded_float16
-#define floats_float16_from_float16(values) (values)
-#define floats_rounded_float(values) (values)
-#define floats_rounded_bfloat16(values) V(floats_round_bfloat16)(values)
-#define floats_rounded_float16(values) V(floats_round_float16)(values)
-/* clang-format on */
-
-/* ---- cast, divide, multiply, add ---- */
-
-/* Process whole vectors, then the rest. Prefetching the next cache lines, above all those of the output, is
- * faster than memcpy beyond the caches. A prefetch past the end has no effect. */
-#define PREFETCH_NUMEL                 512
-#define PREFETCH(address, for_writing) (FLOATS > 1 ? __builtin_prefetch(address, for_writing) : (void)0)
-
-/* Keep the compiler from vectorising the rest loops, which are shorter than a vector: most of the code
- * size. */
-static inline bool V(one_by_one)(void) {
-    __asm__ volatile("");
-    return true;
+        V(step)(loop, output, to, input, from, i, operand);
+    }
+    for (; i < numel && one_by_one(); i++)
+        V(step_one)(loop, output, to, input, from, i, number);
 }
 
-#define OVER_VECTORS                                                                                         \
-    int64_t i = 0;                                                                                           \
-    ELEMENTWISE for (; i + FLOATS <= numel; i += FLOATS)
-#define OVER_REST for (; i < numel && V(one_by_one)(); i++)
-#define PREFETCH_BOTH                                                                                        \
-    PREFETCH(source + i + PREFETCH_NUMEL, 0);                                                                \
-    PREFETCH(target + i + PREFETCH_NUMEL, 1)
+/* ---- the loop for arguments that are no constants ---- */
 
-#define DEFINE_CAST(to, from)                                                                                \
-    static void V(to##_cast_##from)(void *output, const void *input, int64_t numel) {                        \
-        to *target = output;                                                                                 \
-        const from *source = input;                                                                          \
-        OVER_VECTORS {                                                                                       \
-            PREFETCH_BOTH;                                                                                   \
-            V(floats_store_##to)(target + i, V(floats_load_##from)(source + i));                             \
-        }                                                                                                    \
-        OVER_REST {                                                                                          \
-            target[i] = to##_from_##from(source[i]);                                                         \
-        }                                                                                                    \
-    }
+ALWAYS_INLINE void V(run_to)(enum loop loop, void *output, enum dtype to, const void *input, enum dtype from,
+                             int64_t numel, double number) {
+    if (from == DTYPE_FLOAT64)
+        V(run_dtypes)(loop, output, to, input, DTYPE_FLOAT64, numel, number);
+    else if (from == DTYPE_BFLOAT16)
+        V(run_dtypes)(loop, output, to, input, DTYPE_BFLOAT16, numel, number);
+    else if (from == DTYPE_FLOAT16)
+        V(run_dtypes)(loop, output, to, input, DTYPE_FLOAT16, numel, number);
+    else
+        V(run_dtypes)(loop, output, to, input, DTYPE_FLOAT32, numel, number);
+}
 
-#define DEFINE_ADD(to, from)                                                                                 \
-    static void V(to##_add_##from)(void *accumulator, const void *input, int64_t numel) {                    \
-        to *target = accumulator;                                                                            \
-        const from *source = input;                                                                          \
-        OVER_VECTORS {                                                                                       \
-            PREFETCH_BOTH;                                                                                   \
-            floats addends = floats_##to##_from_##from(V(floats_load_##from)(source + i));                   \
-            V(floats_store_##to)(target + i, V(floats_load_##to)(target + i) + addends);                     \
-        }                                                                                                    \
-        OVER_REST {                                                                                          \
-            target[i] = to##_store(to##_load(target[i]) + to##_load(to##_from_##from(source[i])));           \
-        }                                                                                                    \
-    }
+ALWAYS_INLINE void V(run_one)(enum loop loop, void *output, enum dtype to, const void *input, enum dtype from,
+                              int64_t numel, double number) {
+    if (to == DTYPE_FLOAT64)
+        V(run_to)(loop, output, DTYPE_FLOAT64, input, from, numel, number);
+    else if (to == DTYPE_BFLOAT16)
+        V(run_to)(loop, output, DTYPE_BFLOAT16, input, from, numel, number);
+    else if (to == DTYPE_FLOAT16)
+        V(run_to)(loop, output, DTYPE_FLOAT16, input, from, numel, number);
+    else
+        V(run_to)(loop, output, DTYPE_FLOAT32, input, from, numel, number);
+}
 
-/* Two loops per operator: cast, apply and round; and apply and round, cast, add and round. */
-#define DEFINE_FACTORED(to, from, verb, added, operator)                                                     \
-    static void V(to##_cast_##verb##_##from)(void *output, const void *input, int64_t numel,                 \
-                                             double number) {                                                \
-        to *target = output;                                                                                 \
-        const from *source = input;                                                                          \
-        const float operand = (float)number;                                                                 \
-        const floats operands = V(floats_of)(operand);                                                       \
-        OVER_VECTORS {                                                                                       \
-            PREFETCH_BOTH;                                                                                   \
-            floats values = floats_##to##_from_##from(V(floats_load_##from)(source + i));                    \
-            V(floats_store_##to)(target + i, values operator operands);                                      \
-        }                                                                                                    \
-        OVER_REST {                                                                                          \
-            target[i] = to##_store(to##_load(to##_from_##from(source[i])) operator operand);                 \
-        }                                                                                                    \
-    }                                                                                                        \
-    static void V(to##_add_##added##_##from)(void *accumulator, const void *input, int64_t numel,            \
-                                             double number) {                                                \
-        to *target = accumulator;                                                                            \
-        const from *source = input;                                                                          \
-        const float operand = (float)number;                                                                 \
-        const floats operands = V(floats_of)(operand);                                                       \
-        OVER_VECTORS {                                                                                       \
-            PREFETCH_BOTH;                                                                                   \
-            floats results = floats_rounded_##from(V(floats_load_##from)(source + i) operator operands);     \
-            floats addends = floats_##to##_from_##from(results);                                             \
-            V(floats_store_##to)(target + i, V(floats_load_##to)(target + i) + addends);                     \
-        }                                                                                                    \
-        OVER_REST {                                                                                          \
-            from result = from##_store(from##_load(source[i]) operator operand);                             \
-            target[i] = to##_store(to##_load(target[i]) + to##_load(to##_from_##from(result)));              \
-        }                                                                                                    \
-    }
-
-#define DEFINE_NARROW(to, from)                                                                              \
-    DEFINE_CAST(to, from)                                                                                    \
-    DEFINE_ADD(to, from)                                                                                     \
-    DEFINE_FACTORED(to, from, divide, divided, /)                                                            \
-    DEFINE_FACTORED(to, from, multiply, multiplied, *)
-EACH_NARROW(DEFINE_NARROW)
-
-/* Loops with fp64 are vectorised by the compiler. */
-#define DEFINE_WIDE_CAST(to, from)                                                                           \
-    static void V(to##_cast_##from)(void *output, const void *input, int64_t numel) {                        \
-        ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                    \
-            ((to *)output)[i] = to##_from_##from(((const from *)input)[i]);                                  \
-        }                                                                                                    \
-    }
-EACH_WIDE_CAST(DEFINE_WIDE_CAST)
-
-static void V(double_add_double)(void *accumulator, const void *input, int64_t numel) {
-    ELEMENTWISE for (int64_t i = 0; i < numel; i++) {
-        ((double *)accumulator)[i] += ((const double *)input)[i];
+static void V(run)(enum loop loop, void *output, enum dtype to, const void *input, enum dtype from,
+                   int64_t numel, double number) {
+    switch (loop) {
+    case LOOP_CAST:
+        V(run_one)(LOOP_CAST, output, to, input, from, numel, number);
+        break;
+    case LOOP_CAST_DIVIDE:
+        V(run_one)(LOOP_CAST_DIVIDE, output, to, input, from, numel, number);
+        break;
+    case LOOP_CAST_MULTIPLY:
+        V(run_one)(LOOP_CAST_MULTIPLY, output, to, input, from, numel, number);
+        break;
+    case LOOP_ADD:
+        V(run_one)(LOOP_ADD, output, to, input, from, numel, number);
+        break;
+    case LOOP_ADD_DIVIDED:
+        V(run_one)(LOOP_ADD_DIVIDED, output, to, input, from, numel, number);
+        break;
+    case LOOP_ADD_MULTIPLIED:
+        V(run_one)(LOOP_ADD_MULTIPLIED, output, to, input, from, numel, number);
+        break;
     }
 }
 
-#define DEFINE_DOUBLE(verb, added, operator)                                                                 \
-    static void V(double_cast_##verb##_double)(void *output, const void *input, int64_t numel,               \
-                                               double number) {                                              \
-        ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                    \
-            ((double *)output)[i] = ((const double *)input)[i] operator number;                              \
-        }                                                                                                    \
-    }                                                                                                        \
-    static void V(double_add_##added##_double)(void *accumulator, const void *input, int64_t numel,          \
-                                               double number) {                                              \
-        ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                    \
-            ((double *)accumulator)[i] += ((const double *)input)[i] operator number;                        \
-        }                                                                                                    \
-    }
-DEFINE_DOUBLE(divide, divided, /)
-DEFINE_DOUBLE(multiply, multiplied, *)
-
-/* ---- the table ---- */
-
-#define OF_NARROW(to, name)                                                                                  \
-    [DTYPE_FLOAT32] = V(to##_##name##_float), [DTYPE_BFLOAT16] = V(to##_##name##_bfloat16),                  \
-    [DTYPE_FLOAT16] = V(to##_##name##_float16)
-#define OF_PAIRS(name)                                                                                       \
-    {                                                                                                        \
-        [DTYPE_FLOAT32] = {OF_NARROW(float, name)},                                                          \
-        [DTYPE_FLOAT64] = {[DTYPE_FLOAT64] = V(double_##name##_double)},                                     \
-        [DTYPE_BFLOAT16] = {OF_NARROW(bfloat16, name)},                                                      \
-        [DTYPE_FLOAT16] = {OF_NARROW(float16, name)},                                                        \
-    }
-#define OF_CASTS                                                                                             \
-    {                                                                                                        \
-        [DTYPE_FLOAT32] = {OF_NARROW(float, cast), [DTYPE_FLOAT64] = V(float_cast_double)},                  \
-        [DTYPE_FLOAT64] = {OF_NARROW(double, cast)},                                                         \
-        [DTYPE_BFLOAT16] = {OF_NARROW(bfloat16, cast), [DTYPE_FLOAT64] = V(bfloat16_cast_double)},           \
-        [DTYPE_FLOAT16] = {OF_NARROW(float16, cast), [DTYPE_FLOAT64] = V(float16_cast_double)},              \
-    }
-
-static const struct loops V(loops) = {
-    .name = STRING(LOOPS_NAME),
-    .cast = OF_CASTS,
-    .cast_divide = OF_PAIRS(cast_divide),
-    .cast_multiply = OF_PAIRS(cast_multiply),
-    .add = OF_PAIRS(add),
-    .add_divided = OF_PAIRS(add_divided),
-    .add_multiplied = OF_PAIRS(add_multiplied),
-};
+static const struct loops V(loops) = {STRING(LOOPS_NAME), V(run)};
 
 #undef FLOATS
 #undef LOOPS_NAME

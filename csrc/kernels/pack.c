@@ -67,28 +67,26 @@ struct tile {
     int64_t input_column_stride;
 };
 
-/* Copy elements as integers of their size: a float copy could change a NaN. */
-#define DEFINE_COPY_TILE(type)                                                                               \
-    static void copy_tile_##type(void *buffer, const struct tile *tile) {                                    \
-        type *output = buffer;                                                                               \
-        for (int64_t row = 0; row < tile->rows; row++) {                                                     \
-            const type *input = (const type *)(const void *)tile->input + row * tile->input_row_stride;      \
-            for (int64_t column = 0; column < tile->columns; column++) {                                     \
-                *output++ = input[column * tile->input_column_stride];                                       \
-            }                                                                                                \
-        }                                                                                                    \
+/* Copy elements of `nbytes` as bytes: a float copy could change a NaN. */
+static inline __attribute__((always_inline)) void copy_elements(char *output, const struct tile *tile,
+                                                                int64_t nbytes) {
+    for (int64_t row = 0; row < tile->rows; row++) {
+        const char *input = tile->input + row * tile->input_row_stride * nbytes;
+        for (int64_t column = 0; column < tile->columns; column++) {
+            memcpy(output, input + column * tile->input_column_stride * nbytes, (size_t)nbytes);
+            output += nbytes;
+        }
     }
-DEFINE_COPY_TILE(uint16_t)
-DEFINE_COPY_TILE(uint32_t)
-DEFINE_COPY_TILE(uint64_t)
+}
 
+/* The size is a constant in each branch, so that an element is copied by one instruction. */
 static void copy_tile(void *buffer, const struct tile *tile, int64_t nbytes) {
     if (nbytes == 2)
-        copy_tile_uint16_t(buffer, tile);
+        copy_elements(buffer, tile, 2);
     else if (nbytes == 4)
-        copy_tile_uint32_t(buffer, tile);
+        copy_elements(buffer, tile, 4);
     else
-        copy_tile_uint64_t(buffer, tile);
+        copy_elements(buffer, tile, 8);
 }
 
 static void pack_tile(const struct pack *pack, const struct tile *tile, enum dtype input_dtype) {
