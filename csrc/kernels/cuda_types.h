@@ -48,10 +48,8 @@ template <typename To, typename From> __host__ __device__ inline To converted(Fr
         return element<To>::store((arithmetic_of<To>)element<From>::load(value));
 }
 
-/* Call body with a value of the element type of `dtype`, which is below DTYPE_COUNT. The pragma allows host
- * bodies and device bodies. */
-#pragma nv_exec_check_disable
-template <typename Body> __host__ __device__ inline auto with_known_type(int dtype, Body body) {
+/* Call body with a value of the element type of `dtype`. */
+template <typename Body> enum status with_type(enum dtype dtype, Body body) {
     switch (dtype) {
     case DTYPE_FLOAT32:
         return body(float());
@@ -59,13 +57,11 @@ template <typename Body> __host__ __device__ inline auto with_known_type(int dty
         return body(double());
     case DTYPE_BFLOAT16:
         return body(bfloat16());
-    default:
+    case DTYPE_FLOAT16:
         return body(float16());
+    default:
+        return STATUS_UNSUPPORTED;
     }
-}
-
-template <typename Body> enum status with_type(enum dtype dtype, Body body) {
-    return (unsigned)dtype < DTYPE_COUNT ? with_known_type(dtype, body) : STATUS_UNSUPPORTED;
 }
 
 template <typename Body> enum status with_types(enum dtype first, enum dtype second, Body body) {
