@@ -5,6 +5,7 @@ refused before any change. Compared with the plain module: both ranks have the s
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,73 +13,53 @@ import pytest
 import torch
 import torch.nn.utils as nn_utils
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.func import functional_call
-from torch.nn.utils import parametrizations, parametrize, prune, stateless
+from torch.nn.utils import parametrizations, prune
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import ModuleWrapPolicy
-from tests.distributed.test_reshard import LARGE, WIDTH, batch, full
-from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests import training
+from tests.distributed.test_reshard import full
+from tests.models import WIDTH
+from tests.ranks import all_strategies, both_views, on_ranks
+
+batch = functools.partial(training.batch, 0, dtype=torch.float64)
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(x))
-
-
-class Net(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.block, self.last = nn.Linear(width, width), Block(width), nn.Linear(width, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.block(self.first(x)))
-
-
-def plain(width: int = WIDTH) -> Net:
-    return Net(width).to(device(), torch.float64)
+def plain() -> nn.Sequential:
+    torch.manual_seed(3)
+    unit = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), unit, nn.Linear(WIDTH, 2)).double()
 
 
 def wrap(module: nn.Module, strategy: str = "FULL_SHARD", **arguments: Any) -> FSDP:
-    arguments = {"use_orig_params": True, "device_id": device()} | arguments
-    return FSDP(
-        module,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        sharding_strategy=ShardingStrategy[strategy],
-        **arguments,
-    )
+    policy = ModuleWrapPolicy({nn.Sequential})
+    return training.wrap(module, strategy=strategy, auto_wrap_policy=policy, **arguments)
 
 
-def evaluated(model: nn.Module, width: int = WIDTH) -> Tensor:
+def evaluated(model: nn.Module) -> Tensor:
     with torch.no_grad():
-        return model(batch(width=width)).double()
+        return model(batch()).double()
 
 
-def train(model: nn.Module, steps: int = 1, width: int = WIDTH) -> None:
+def train(model: nn.Module, steps: int = 1) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     for _ in range(steps):
-        model(batch(width=width)).double().square().mean().backward()
+        model(batch()).double().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def halved(
-    params: dict[str, Any], of: Callable[[Tensor], Tensor] = lambda tensor: tensor
-) -> dict[str, Tensor]:
-    return {name: of(param.detach() * 0.5) for name, param in params.items()}
+def halved(model: nn.Module, of: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
+    return {name: of(param.detach() * 0.5) for name, param in model.named_parameters()}
 
 
 # ----------------------------------------------------------------- for the time of a call
 
 
 def tensors(model: FSDP) -> None:
-    functional_call(model, halved(dict(model.named_parameters())), (batch(),))
+    functional_call(model, halved(model), (batch(),))
 
 
 def one_tensor(model: FSDP) -> None:
@@ -92,9 +73,8 @@ def parameters_of_another(model: FSDP) -> None:
     functional_call(model, dict(other.named_parameters()), (batch(),))
 
 
-def by_reparametrizing(model: FSDP) -> None:
-    with stateless._reparametrize_module(model, halved(dict(model.named_parameters()), nn.Parameter)):
-        model(batch())
+def new_parameters(model: FSDP) -> None:
+    functional_call(model, halved(model, nn.Parameter), (batch(),))
 
 
 def by_grad(model: FSDP) -> None:
@@ -102,19 +82,12 @@ def by_grad(model: FSDP) -> None:
         return functional_call(model, params, (batch(),)).square().mean()
 
     with torch.no_grad():
-        torch.func.grad(loss)(halved(dict(model.named_parameters())))
-
-
-def by_vmap(model: FSDP) -> None:
-    stacked = {name: torch.stack([param.detach()] * 2) for name, param in model.named_parameters()}
-    x = batch()
-    with torch.no_grad():
-        torch.vmap(lambda params: functional_call(model, params, (x,)))(stacked)
+        torch.func.grad(loss)(halved(model))
 
 
 def from_outside(model: FSDP) -> None:
     outer = nn.Sequential(model)
-    functional_call(outer, halved(dict(outer.named_parameters())), (batch(),))
+    functional_call(outer, halved(outer), (batch(),))
 
 
 def after_a_kept_forward(model: FSDP) -> None:
@@ -132,9 +105,8 @@ SWAPS: list[Callable[[FSDP], None]] = [
     tensors,
     one_tensor,
     parameters_of_another,
-    by_reparametrizing,
+    new_parameters,
     by_grad,
-    by_vmap,
     from_outside,
     after_a_kept_forward,
     after_no_sync,
@@ -181,16 +153,12 @@ def test_functional_call_is_refused_with_mixed_precision_offload_and_segments(ra
         {"cpu_offload": CPUOffload(True)},
     ):
         check_refused(tensors, rank, 1, **arguments)
-
-    def mixed() -> Net:
-        net = plain()
-        net.first.float()
-        return net
-
-    model = wrap(mixed())
+    mixed = plain()
+    mixed[0].float()
+    model = wrap(mixed)
     before = full(model)
     with pytest.raises(RuntimeError, match="another tensor than the unit's"):
-        functional_call(model, halved(dict(model.named_parameters())), (batch(),))
+        functional_call(model, halved(model), (batch(),))
     torch.testing.assert_close(full(model), before, rtol=0, atol=0)
 
 
@@ -214,7 +182,7 @@ def test_functional_call_with_the_units_own_parameters_works(strategy: str, use_
 def test_functional_call_inside_summon_full_params_works(strategy: str, use_orig_params: bool) -> None:
     model, expected = wrap(plain(), strategy, use_orig_params=use_orig_params), plain()
     before = full(model)
-    halves = halved(full(expected))
+    halves = halved(expected)
     with FSDP.summon_full_params(model), torch.no_grad():
         out = functional_call(model, halves, (batch(),))
     torch.testing.assert_close(out, functional_call(expected, halves, (batch(),)).detach())
@@ -229,7 +197,7 @@ def test_functional_call_without_use_orig_params_is_right_or_refused(strategy: s
     before, right = full(model), 0
     for index in range(18):
         of = nn.Parameter if index >= 9 else Tensor.requires_grad_
-        halves, twins = halved(full(expected), of), halved(full(expected), of)
+        halves, twins = halved(expected, of), halved(expected, of)
         try:
             loss = functional_call(model, halves, (batch(),)).square().mean()
         except RuntimeError as error:
@@ -255,7 +223,7 @@ def test_a_parameter_that_is_assigned_is_no_swap(strategy: str) -> None:
     model, expected = wrap(plain(), strategy), plain()
     for _ in range(2):
         for one in (model, expected):
-            last = one.last
+            last = one[2]
             for factor in (3, 2):
                 last.weight = nn.Parameter(last.weight.detach() * factor)
             bias = last.bias
@@ -318,22 +286,20 @@ AVERAGES: list[Callable[[nn.Module], Callable[[], None]]] = [
 ]
 
 
-def compare_average(
-    put_in: Callable[[nn.Module], Callable[[], None]], width: int = WIDTH, **arguments: Any
-) -> None:
+def compare_average(put_in: Callable[[nn.Module], Callable[[], None]], **arguments: Any) -> None:
     """An evaluation with halved weights between training steps, twice."""
-    model, expected = wrap(plain(width), **arguments), plain(width)
+    model, expected = wrap(plain(), **arguments), plain()
     rtol = 1e-2 if arguments.get("mixed_precision") else 1e-9
     for _ in range(2):
         results = []
         for one in (model, expected):
-            train(one, width=width)
+            train(one)
             before = full(one)
             restore = put_in(one)
-            results.append(evaluated(one, width))
+            results.append(evaluated(one))
             restore()
             torch.testing.assert_close(full(one), before, rtol=0, atol=0)
-            results.append(evaluated(one, width))
+            results.append(evaluated(one))
         torch.testing.assert_close(results[0], results[2], rtol=rtol, atol=rtol)
         torch.testing.assert_close(results[1], results[3], rtol=rtol, atol=rtol)
     torch.testing.assert_close(full(model), full(expected), rtol=rtol, atol=rtol)
@@ -348,12 +314,11 @@ def test_an_evaluation_of_averaged_weights_leaves_the_weights(strategy: str) -> 
 
 
 @on_ranks(2)
-def test_averaged_weights_in_low_precision_with_offload_and_in_large_units() -> None:
+def test_averaged_weights_in_low_precision_and_with_offload() -> None:
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for put_in in AVERAGES:
         compare_average(put_in, mixed_precision=low)
         compare_average(put_in, cpu_offload=CPUOffload(True))
-    compare_average(assign_data, width=LARGE)
 
 
 @both_views
@@ -371,33 +336,12 @@ def test_an_evaluation_inside_an_accumulation_uses_averaged_weights(use_orig_par
 # ----------------------------------------------------------------- parameters that are computed
 
 
-class Half(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight * 0.5
-
-
-def parametrized(layer: nn.Module) -> None:
-    parametrize.register_parametrization(layer, "weight", Half())
-
-
-def weight_norm(layer: nn.Module) -> None:
-    nn_utils.weight_norm(layer, "weight")
-
-
-def spectral_norm(layer: nn.Module) -> None:
-    torch.manual_seed(7)
-    nn_utils.spectral_norm(layer, "weight")
-
-
-def new_weight_norm(layer: nn.Module) -> None:
-    parametrizations.weight_norm(layer, "weight")
-
-
-def pruned(layer: nn.Module) -> None:
-    prune.l1_unstructured(layer, "weight", amount=3)
-
-
-COMPUTED = [parametrized, weight_norm, spectral_norm, new_weight_norm, pruned]
+COMPUTED: list[Callable[[nn.Module], Any]] = [
+    lambda layer: nn_utils.weight_norm(layer, "weight"),
+    lambda layer: nn_utils.spectral_norm(layer, "weight"),
+    lambda layer: parametrizations.weight_norm(layer, "weight"),
+    lambda layer: prune.l1_unstructured(layer, "weight", amount=3),
+]
 
 
 @all_strategies
@@ -408,8 +352,9 @@ def test_parametrizations_work_before_wrapping_and_are_refused_after_it(rank: in
             models = []
             for wrapped in (True, False):
                 net = plain()
-                compute(net.first)
-                compute(net.block.inner)
+                torch.manual_seed(7)  # spectral_norm draws its first vectors
+                compute(net[0])
+                compute(net[1][0])
                 models.append(wrap(net, strategy, use_orig_params=use_orig_params) if wrapped else net)
                 train(models[-1], steps=2)
             torch.testing.assert_close(evaluated(models[0]), evaluated(models[1]))
@@ -417,7 +362,7 @@ def test_parametrizations_work_before_wrapping_and_are_refused_after_it(rank: in
         for steps in (0, 1):
             model = wrap(plain(), strategy)
             train(model, steps)
-            compute(model.block.module.inner)
-            where = f"rank {rank}, unit Block at 'block'"
-            with pytest.raises(RuntimeError, match=f"{where}: inner.weight was taken .*before wrapping"):
+            compute(model[1][0])
+            where = f"rank {rank}, unit Sequential at '1'"
+            with pytest.raises(RuntimeError, match=f"{where}: 0.weight was taken .*before wrapping"):
                 model(batch())
