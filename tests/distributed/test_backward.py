@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
@@ -167,21 +168,11 @@ def test_a_unit_that_calls_itself_trains(
     assert_same_gradients(model, seeded(made), step, rank, world_size)
 
 
-class Whole(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.layer, x, use_reentrant=True)
-
-
 @on_ranks(2)
 def test_a_unit_with_its_whole_module_in_a_checkpoint_is_resharded_at_once(rank: int) -> None:
     """From the first backward on: a model of such units must not be unsharded all at once."""
-    model = wrap(
-        seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(wrap(Whole().double()) for _ in range(3))))
-    )
+    whole = [checkpoint_wrapper(nn.Linear(WIDTH, WIDTH).double(), CheckpointImpl.REENTRANT) for _ in range(3)]
+    model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), *map(wrap, whole)))
     gathered = []
 
     def look(grad: Tensor) -> None:
@@ -381,29 +372,6 @@ def test_frozen_units_free_their_storage_during_backward(rank: int, strategy: st
     assert live_nbytes() == before
 
 
-class Adaptive(nn.Module):
-    """Weighs one loss by how large the gradients of another are, as a VQGAN does for its discriminator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-        self.last[0].register_forward_pre_hook(self._keep)
-        self.kept: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.body(x))
-
-    def _keep(self, module: nn.Linear, args: Any) -> None:
-        self.kept = [module.weight]
-
-    def loss(self, output: Tensor, weight: Tensor) -> Tensor:
-        losses = output.square().mean(), output.sin().mean()
-        one, other = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in losses)
-        assert one.shape == (WIDTH, WIDTH)
-        return losses[0] + one.norm() / other.norm() * losses[1]
-
-
 @pytest.mark.parametrize("inner", [False, True], ids=["of the root", "of a unit inside"])
 @pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])
 @all_strategies
@@ -412,17 +380,27 @@ class Adaptive(nn.Module):
 def test_losses_weighted_by_gradients_of_the_last_layer(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, inside: bool, inner: bool
 ) -> None:
-    """``inside``: of the weight that the forward used. Weights read between forwards are in no graph."""
+    """As a VQGAN weighs the loss of its discriminator. ``inside``: gradients of the weight that the forward used.
+    Weights read between forwards are in no graph.
+    """
+
+    def made() -> nn.Module:
+        body, last = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        return nn.Sequential(body, last)
 
     def step(model: Any, rank: int) -> None:
+        layer, used = model[1][0], []
+        layer.register_forward_pre_hook(lambda module, args: used.append(module.weight))
         for index in range(2):
             output = model(batch(rank, index))
-            net = getattr(model, "module", model)
-            weight = net.kept[0] if inside else getattr(net.last, "module", net.last)[0].weight
-            net.loss(output, weight).backward()
+            weight = used[-1] if inside else layer.weight
+            losses = output.square().mean(), output.sin().mean()
+            one, other = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in losses)
+            assert one.shape == (WIDTH, WIDTH)
+            (losses[0] + one.norm() / other.norm() * losses[1]).backward()
 
     policy = ModuleWrapPolicy({nn.Sequential}) if inner else None
-    model, reference = seeded(Adaptive), seeded(Adaptive)
+    model, reference = seeded(made), seeded(made)
     model = wrap(model, strategy=strategy, use_orig_params=use_orig_params, auto_wrap_policy=policy)
     if inside or not use_orig_params or strategy == "SHARD_GRAD_OP":
         assert_same_gradients(model, reference, step, rank, world_size)
@@ -435,31 +413,22 @@ def test_losses_weighted_by_gradients_of_the_last_layer(
 # ----------------------------------------------------------------- modules
 
 
-class Recurrent(nn.Module):
-    """A model with nn.LSTM and nn.GRU, which also keep their weights in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, 4, num_layers=2, bidirectional=True)
-        self.gru = nn.GRU(8, 3, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gru(self.lstm(x)[0])[0]
-
-
 @all_strategies
 @both_views
 @on_ranks(2)
 def test_recurrent_modules_train_like_the_plain_model(
     rank: int, world_size: int, use_orig_params: bool, strategy: str
 ) -> None:
-    model = wrap(
-        seeded(Recurrent),
-        strategy=strategy,
-        auto_wrap_policy=ModuleWrapPolicy({nn.LSTM}),
-        use_orig_params=use_orig_params,
-    )
-    assert_same_gradients(model, seeded(Recurrent), twice, rank, world_size)
+    """They keep their weights in a list, too."""
+
+    def made() -> nn.Module:
+        return seeded(lambda: nn.LSTM(WIDTH, 4, num_layers=2, bidirectional=True))
+
+    def step(model: Any, rank: int) -> None:
+        twice(lambda x: model(x)[0], rank)
+
+    model = wrap(made(), strategy=strategy, use_orig_params=use_orig_params)
+    assert_same_gradients(model, made(), step, rank, world_size)
 
 
 @pytest.mark.parametrize("around", ["the root", "units", "both"])
