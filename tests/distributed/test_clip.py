@@ -4,102 +4,80 @@ wrong."""
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 
-from tests.distributed.test_state_dict import plain, wrap
-from tests.models import WIDTH
-from tests.parity.engine import same_bits
-from tests.ranks import all_strategies, both_views, device, on_ranks
-from tests.training import assert_same
+from tests.models import Net
+from tests.parity.engine import Point, Run, Scenario, compare
+from tests.parity.scenarios import PER_BLOCK, per_block
+from tests.ranks import all_strategies, both_views, on_ranks
+from tests.training import plain, wrap
 
-
-def backward(model: nn.Module, rank: int, scale: float = 10.0) -> None:
-    x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
-    (model(x).float() * scale).square().mean().backward()
-
-
-def grads(model: nn.Module) -> dict[str, Tensor]:
-    return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
-
-
-def clip_with_both(build: Any, rank: int, *arguments: float) -> None:
-    norms, clipped = [], []
-    for which in ("torch", "fsdp_c"):
-        model = build(which)
-        backward(model, rank)
-        before = grads(model)
-        norms.append(model.clip_grad_norm_(*arguments))
-        clipped.append(grads(model))
-        assert before
-    assert same_bits(*norms), norms
-    assert norms[1].dim() == 0
-    assert_same(*clipped)
-
-
-@pytest.mark.parametrize(
-    ("max_norm", "norm_type"), [*((0.5, kind) for kind in (2.0, 1.0, 1.5, 3.0, math.inf, "inf")), (1e6, 2.0)]
+# The coefficient of the first is 1. Each of the others clips what the one before has left.
+NORMS = (
+    (1e6, 2.0),
+    (0.01, math.inf),
+    (0.005, "inf"),
+    (0.005, 3.0),
+    (0.005, 2.0),
+    (0.005, 1.5),
+    (0.005, 1.0),
+    (0.005, 0.5),
 )
+
+
+def clip_step(run: Run) -> None:
+    run.forward_backward()
+    for max_norm, norm_type in NORMS:
+        norm = run.model.clip_grad_norm_(max_norm, norm_type)
+        run.record(f"norm {norm_type!r} above {max_norm}", norm)
+        run.record_grads(f"after norm {norm_type!r} above {max_norm}")
+        if run.step == 1:
+            assert (norm > max_norm) == (max_norm < 1)
+    run.optimizer_step()
+
+
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_norm_and_clipped_gradients_equal_torchs(
-    rank: int, strategy: str, use_orig_params: bool, max_norm: float, norm_type: float
+def test_norms_and_clipped_gradients_equal_torchs(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
 ) -> None:
-    """The coefficient of a small norm is 1."""
-
-    def build(which: str) -> nn.Module:
-        return wrap(plain(), use_orig_params, which, sharding_strategy=strategy)
-
-    clip_with_both(build, rank, max_norm, norm_type)
-
-
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-@both_views
-@on_ranks(2)
-def test_unmanaged_gradients_count_once_as_torchs(rank: int, use_orig_params: bool, norm_type: float) -> None:
-    def build(which: str) -> nn.Module:
-        module = plain()
-        return wrap(
-            module, use_orig_params, which, ignored_states=[module.inp.bias, module.blocks[0].norm.weight]
-        )
-
-    clip_with_both(build, rank, 0.5, norm_type)
+    point = Point("clip", strategy, use_orig_params)
+    compare(point, Scenario(per_block(tied=True, tied_head=True), clip_step), rank, world_size)
 
 
 @both_views
 @on_ranks(2)
-def test_units_of_several_strategies_equal_torchs(rank: int, use_orig_params: bool) -> None:
-    def build(which: str) -> nn.Module:
-        module = plain()
-        options = {"auto_wrap_policy": None}
-        module.blocks[0] = wrap(
-            module.blocks[0], use_orig_params, which, sharding_strategy="NO_SHARD", **options
-        )
-        module.blocks[1] = wrap(module.blocks[1], use_orig_params, which, **options)
-        return wrap(module, use_orig_params, which, **options)
+def test_unmanaged_gradients_count_once_as_torchs(rank: int, world_size: int, use_orig_params: bool) -> None:
+    def build(run: Run) -> nn.Module:
+        module = Net()
+        ignored = [module.inp.bias, module.blocks[0].norm.weight]
+        return run.wrap(module, auto_wrap_policy=PER_BLOCK, ignored_states=ignored)
 
-    clip_with_both(build, rank, 0.5)
-    clip_with_both(build, rank, 0.5, math.inf)
+    compare(Point("unmanaged", "FULL_SHARD", use_orig_params), Scenario(build, clip_step), rank, world_size)
+
+
+@both_views
+@on_ranks(2)
+def test_units_of_several_strategies_equal_torchs(rank: int, world_size: int, use_orig_params: bool) -> None:
+    def build(run: Run) -> nn.Module:
+        module = Net()
+        module.blocks[0] = run.wrap(module.blocks[0], sharding_strategy=ShardingStrategy.NO_SHARD)
+        module.blocks[1] = run.wrap(module.blocks[1])
+        return run.wrap(module)
+
+    compare(Point("several", "FULL_SHARD", use_orig_params), Scenario(build, clip_step), rank, world_size)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_low_precision_gradients_equal_torchs(rank: int, strategy: str) -> None:
-    precision = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
-
-    def build(which: str) -> nn.Module:
-        return wrap(plain(), False, which, sharding_strategy=strategy, mixed_precision=precision)
-
-    for norm_type in (2.0, 1.0, 0.5, math.inf):
-        clip_with_both(build, rank, 0.5, norm_type)
-    model = build("fsdp_c")
-    backward(model, rank)
-    assert model.clip_grad_norm_(0.5).dtype == torch.bfloat16
+def test_low_precision_gradients_equal_torchs(rank: int, world_size: int, strategy: str) -> None:
+    point = Point("low", strategy, use_orig_params=False, precision="keep_low")
+    compare(point, Scenario(per_block(), clip_step), rank, world_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
