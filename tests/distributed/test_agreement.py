@@ -15,7 +15,6 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding import agreement
-from fsdp_c.sharding.sharded_module import units_with_paths
 from tests.models import WIDTH, Net
 from tests.ranks import device, on_ranks
 from tests.training import PER_BLOCK, wrap
@@ -27,26 +26,23 @@ def per_block(module: nn.Module | None = None, **arguments: Any) -> FSDP:
     return wrap(module or Net(), auto_wrap_policy=PER_BLOCK, **arguments)
 
 
-def net_with(change: Callable[[Net], None]) -> Net:
+def wider() -> Net:
     net = Net()
-    change(net)
+    net.blocks[1].up = nn.Linear(WIDTH, 9)
+    net.blocks[1].down = nn.Linear(9, WIDTH, bias=False)
     return net
 
 
-def wider(net: Net) -> None:
-    net.blocks[1].up = nn.Linear(WIDTH, 9)
-    net.blocks[1].down = nn.Linear(9, WIDTH, bias=False)
-
-
-def wider_elsewhere(net: Net) -> None:
-    wider(net)
+def wider_elsewhere() -> Net:
+    net = wider()
     net.layers = net.blocks
     del net.blocks
+    return net
 
 
 DIFFERENT: dict[str, tuple[Callable[[], FSDP], str]] = {
     "shape": (
-        lambda: per_block(net_with(wider)),
+        lambda: per_block(wider()),
         "unit 2, the module 'blocks.1': parameter 2 is 'up.weight' of shape (7, 5) on rank 0; 'up.weight' of "
         "shape (9, 5) on rank 1",
     ),
@@ -55,7 +51,7 @@ DIFFERENT: dict[str, tuple[Callable[[], FSDP], str]] = {
         "unit 4, the module 'blocks.3': module is none on rank 0; 'blocks.3' on rank 1",
     ),
     "shape and names": (
-        lambda: per_block(net_with(wider_elsewhere)),
+        lambda: per_block(wider_elsewhere()),
         "unit 2, the module 'blocks.1' on rank 0, the module 'layers.1' on rank 1: parameter 2 is "
         "'up.weight' of shape",
     ),
@@ -97,7 +93,7 @@ def test_one_replica_among_four_ranks_is_named_by_all(rank: int) -> None:
     """
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     arguments = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
-    model = per_block(net_with(wider) if rank == 2 else None, **arguments)
+    model = per_block(wider() if rank == 2 else None, **arguments)
     with pytest.raises(RuntimeError) as found:
         model(X)
     assert "(7, 5) on ranks 0 to 1, 3; 'up.weight' of shape (9, 5) on rank 2" in str(found.value)
@@ -189,16 +185,3 @@ def test_reading_parameters_compares_nothing(rank: int) -> None:
         with FSDP.summon_full_params(model):
             pass
     model(X)
-
-
-@on_ranks(2)
-def test_a_group_without_peers_agrees(rank: int, world_size: int) -> None:
-    model, heard = (per_block(Net(3 + rank)) for _ in range(2))
-    garbage = [
-        bytes([other]) * agreement.DIGEST_NBYTES for other in range(world_size)
-    ]  # uninitialized memory
-    with mock.patch.object(agreement, "_gather", return_value=garbage) as gather:
-        agreement.agree(model, list(units_with_paths(model)), None)
-    assert gather.called
-    with pytest.raises(RuntimeError, match="on rank 1"):  # the plans do differ
-        agreement.agree(heard, list(units_with_paths(heard)), None)

@@ -34,7 +34,7 @@ from tests.ranks import all_strategies, on_ranks
 from tests.training import sharded
 
 LOW_PRECISION = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
-STEPS = {"plain": plain_step, "accumulate": accumulate_step, "no_sync_after_sync": no_sync_after_sync_step}
+STEPS = {"accumulate": accumulate_step, "no_sync_after_sync": no_sync_after_sync_step}
 Hook = Callable[..., None]
 
 
@@ -111,7 +111,13 @@ def test_custom_hooks_equal_torch(
 
 @pytest.mark.parametrize(
     ("precision", "step"),
-    [("fp32", "plain"), ("fp32", "no_sync_after_sync"), ("bf16", "accumulate"), ("keep_low", "plain")],
+    [
+        ("fp32", "plain"),
+        ("fp32", "registered after a step"),
+        ("fp32", "no_sync_after_sync"),
+        ("bf16", "accumulate"),
+        ("keep_low", "plain"),
+    ],
 )
 @all_strategies
 @pytest.mark.parametrize("hook", LOW_PRECISION)
@@ -120,9 +126,10 @@ def test_low_precision_hooks_equal_torch(
     rank: int, world_size: int, hook: str, strategy: str, precision: str, step: str
 ) -> None:
     point = Point(step, strategy, use_orig_params=step != "plain", precision=precision)
-    build = hooked(LOW_PRECISION[hook], lambda: LowPrecisionState(dist.group.WORLD))
+    late = step == "registered after a step"
+    build = hooked(LOW_PRECISION[hook], lambda: LowPrecisionState(dist.group.WORLD), late)
     with without_record_stream():
-        compare(point, Scenario(build, STEPS[step]), rank, world_size)
+        compare(point, Scenario(build, STEPS.get(step, plain_step)), rank, world_size)
 
 
 @all_strategies
@@ -161,14 +168,6 @@ def test_a_changed_state_changes_the_next_reduction(rank: int, world_size: int) 
 
     with without_record_stream():
         compare(Point("state"), Scenario(build, step), rank, world_size)
-
-
-@all_strategies
-@on_ranks(2)
-def test_a_hook_registered_after_a_step_equals_torch(rank: int, world_size: int, strategy: str) -> None:
-    build = hooked(fp16_compress_hook, lambda: LowPrecisionState(dist.group.WORLD), late=True)
-    with without_record_stream():
-        compare(Point("late", strategy), Scenario(build, plain_step), rank, world_size)
 
 
 # ------------------------------------------------------------------ errors of hooks

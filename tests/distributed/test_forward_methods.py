@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import register_forward_method
 from tests.models import WIDTH, Net
-from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.ranks import all_strategies, both_views, on_ranks
 from tests.training import PER_BLOCK, batch, full_state, wrap
 
 
@@ -146,16 +146,11 @@ def test_error_of_a_method_with_gathered_parameters_stays_as_it_is(rank: int) ->
 
 
 @on_ranks(1)
-def test_method_of_the_wrapped_module_is_still_a_bound_method() -> None:
+def test_method_of_the_wrapped_module_is_a_bound_method_that_is_registered_once() -> None:
     model = build()
     assert inspect.ismethod(model.generate) and model.generate.__self__ is model.module
     assert inspect.signature(model.generate) == inspect.signature(model.module.generate)
     assert (model.encode.__name__, model.encode.__doc__) == ("encode", model.module.encode.__doc__)
-
-
-@on_ranks(2)
-def test_registering_twice_is_registering_once() -> None:
-    model = build()
     register_forward_method(model, "encode")
     first = model.module.encode
     register_forward_method(model.module, "encode")
@@ -173,18 +168,6 @@ def test_register_forward_method_refuses_missing_methods_and_plain_modules() -> 
         register_forward_method(model, "forward")
 
 
-class Past(nn.Module):
-    """Calls a layer of a unit past that unit."""
-
-    def __init__(self, use_orig_params: bool, layer: nn.Module) -> None:
-        super().__init__()
-        self.unit = FSDP(nn.Sequential(layer, nn.ReLU()), use_orig_params=use_orig_params, device_id=device())
-        self.own = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.unit[0](x)
-
-
 @pytest.mark.parametrize("layer", ["Linear", "Conv1d", "LayerNorm"])
 @both_views
 @on_ranks(2)
@@ -196,13 +179,15 @@ def test_error_of_a_layer_called_past_its_unit_names_unit_and_remedy(
         "Conv1d": nn.Conv1d(WIDTH, 3, 1),
         "LayerNorm": nn.LayerNorm(WIDTH),
     }[layer]
-    model = FSDP(Past(use_orig_params, made), use_orig_params=use_orig_params, device_id=device())
+    unit = wrap(nn.Sequential(made, nn.ReLU()), use_orig_params=use_orig_params)
+    model = wrap(nn.ModuleDict({"unit": unit, "own": nn.Linear(2, 2)}), use_orig_params=use_orig_params)
+    model.module.forward = unit[0].forward
     x = torch.ones(WIDTH, 4) if layer == "Conv1d" else torch.ones(3, WIDTH)
     with pytest.raises(RuntimeError) as found:
         model(x)
     message = str(found.value)
     for part in (
-        f"rank {rank}, unit Past",
+        f"rank {rank}, unit ModuleDict",
         """["Sequential at 'unit'"] are sharded now""",
         "Call the unit",
     ):
