@@ -21,8 +21,9 @@ GATHER, REDUCE = "FSDP_USE_FAKE_ALL_GATHER", "FSDP_USE_FAKE_REDUCE"
 COLLECTIVES = {"gather": ALL_GATHER, "scatter": REDUCE_SCATTER, "reduce": "all_reduce"}
 
 
-def linear(strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
-    return wrap(nn.Linear(3, 2), strategy=strategy, use_orig_params=False, **arguments)
+def linear(strategy: str = "FULL_SHARD", gather: str = "1", reduce: str = "1", **arguments: Any) -> Any:
+    with mock.patch.dict("os.environ", {GATHER: gather, REDUCE: reduce}):
+        return wrap(nn.Linear(3, 2), strategy=strategy, use_orig_params=False, **arguments)
 
 
 def backward(model: nn.Module) -> None:
@@ -51,8 +52,7 @@ def fakes(run: Callable[[], None]) -> dict[str, list[bool]]:
 @pytest.mark.parametrize("reduce", ["1", "true"])
 @on_ranks(2)
 def test_only_the_value_one_at_construction_fakes_a_collective(gather: str, reduce: str) -> None:
-    with mock.patch.dict("os.environ", {GATHER: gather, REDUCE: reduce}):
-        model = linear()
+    model = linear(gather=gather, reduce=reduce)
     assert fakes(lambda: backward(model)) == {"gather": [gather == "1"], "scatter": [reduce == "1"]}
     assert model._handle._use_fake_all_gather is (gather == "1")
     assert model._handle._use_fake_reduce is (reduce == "1")
@@ -61,16 +61,13 @@ def test_only_the_value_one_at_construction_fakes_a_collective(gather: str, redu
 @on_ranks(2)
 def test_all_reduces_stay_real() -> None:
     mesh = DeviceMesh(device().type, torch.arange(2, device="cpu").view(2, 1))
-    with mock.patch.dict("os.environ", {GATHER: "1", REDUCE: "1"}):
-        models = linear("NO_SHARD"), linear("HYBRID_SHARD", device_mesh=mesh)
-    for model in models:
+    for model in (linear("NO_SHARD"), linear("HYBRID_SHARD", device_mesh=mesh)):
         assert fakes(lambda model=model: backward(model)) == {"reduce": [False]}
 
 
 @on_ranks(2)
 def test_a_fake_all_gather_repeats_the_local_shard() -> None:
-    with mock.patch.dict("os.environ", {GATHER: "1"}):
-        model = linear()
+    model = linear(reduce="0")
     with model.summon_full_params(model):
         first, second = torch.cat([model.module.weight.flatten(), model.module.bias]).chunk(2)
         assert torch.equal(first, second)

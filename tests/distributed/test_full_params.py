@@ -62,25 +62,10 @@ def test_a_summoned_model_is_refused():
         dict(iter_full_params(model))
 
 
-@on_ranks(2)
-def test_edits_between_steps_are_seen():
-    model = wrap(nn.Linear(3, 4), True, auto_wrap_policy=None)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(5.0)
-    assert all(value.eq(5.0).all() for _, value in iter_full_params(model))
-
-
-class Stack(nn.Sequential):
-    """Units larger than 1 MiB, and a layer outside of them."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(600, 600) for _ in range(4)), nn.Linear(600, 3))
-
-
 def stack(**options):
+    """A model with units larger than 1 MiB, and a layer outside of them."""
     return FSDP(
-        Stack(),
+        nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)), nn.Linear(600, 3)),
         auto_wrap_policy=CustomPolicy(lambda module: getattr(module, "out_features", 0) == 600),
         device_id=device(),
         **options,
@@ -109,6 +94,9 @@ def test_the_next_unit_is_gathered_beside_this_one(use_orig_params):
 @on_ranks(2)
 def test_what_is_sent_has_the_dtype_that_is_asked_for():
     model = stack(use_orig_params=True)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)  # edits between steps are seen
     found, seen = gathers(model, dtype=torch.bfloat16)
     for name, value in saved(model, FULL).items():
         assert same_bits(found[name], value.bfloat16()), name
@@ -202,14 +190,19 @@ def test_only_rank_0_of_a_group_gets_tensors_with_rank0_only(rank, max_nbytes, s
         assert same_bits(value, expected[name]), name
 
 
+def language() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Return a model to parallelize, and its values."""
+    torch.manual_seed(3)
+    plain = tp.Language()
+    return plain, {name: param.detach().clone().to(device()) for name, param in plain.named_parameters()}
+
+
 @pytest.mark.parametrize("rank0_only", [False, True])
 @pytest.mark.parametrize("max_nbytes", [None, 300])
 @pytest.mark.parametrize("plan", ["mlp", "sequence"])
 @on_ranks(4)
 def test_tensors_are_whole_under_tensor_parallelism(rank, plan, max_nbytes, rank0_only):
-    torch.manual_seed(3)
-    plain = tp.Language()
-    expected = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    plain, expected = language()
     model = FSDP(
         tp.parallelized(plain, plan),
         device_mesh=tp.mesh()["dp"],
@@ -221,14 +214,12 @@ def test_tensors_are_whole_under_tensor_parallelism(rank, plan, max_nbytes, rank
     assert found.keys() == (expected.keys() if not rank0_only or rank < 2 else set())
     for name, value in found.items():
         assert type(value) is torch.Tensor
-        assert same_bits(value, expected[name].to(device(), torch.bfloat16)), name
+        assert same_bits(value, expected[name].bfloat16()), name
 
 
 @on_ranks(4)
 def test_parameters_outside_units_are_whole_under_tensor_parallelism(rank):
-    torch.manual_seed(3)
-    plain = tp.Language()
-    expected = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    plain, expected = language()
     found = dict(iter_full_params(tp.parallelized(plain, "sequence")))
     assert found.keys() == expected.keys()
-    assert all(same_bits(value, expected[name].to(device())) for name, value in found.items())
+    assert all(same_bits(value, expected[name]) for name, value in found.items())
