@@ -236,9 +236,11 @@ def of_the_slope(model: Any, x: Tensor) -> Tensor:
     return slope(model, x).square().sum()
 
 
-def of_output_and_slope(model: Any, x: Tensor) -> Tensor:
+def of_output_and_slope(model: Any, x: Tensor, looks: int = 0) -> Tensor:
     output = model(x)
     (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    for _ in range(looks):
+        torch.autograd.grad(slope.sum(), x, retain_graph=True)
     return output.square().mean() + slope.square().sum()
 
 
@@ -251,14 +253,6 @@ def amid_other_forwards(model: Any, x: Tensor) -> Tensor:
     return model(3 * x.detach()).mean() - real + penalty + shown.mean()
 
 
-def before_a_forward_without_gradients(model: Any, x: Tensor) -> Tensor:
-    loss = of_the_slope(model, x)
-    with torch.no_grad():
-        model(x)
-        model(x)
-    return loss
-
-
 def beside_a_forward_without_some_units(model: Any, x: Tensor) -> Tensor:
     loss = of_the_slope(model, x)
     model(x)
@@ -266,7 +260,8 @@ def beside_a_forward_without_some_units(model: Any, x: Tensor) -> Tensor:
     net.skip = frozenset({1})
     with torch.no_grad():
         model(x)
-    net.skip = frozenset()
+        net.skip = frozenset()
+        model(x)
     return loss
 
 
@@ -277,11 +272,7 @@ def of_second_derivatives(model: Any, x: Tensor) -> Tensor:
 
 
 def after_a_look_at_second_derivatives(model: Any, x: Tensor) -> Tensor:
-    output = model(x)
-    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-    for _ in range(2):
-        torch.autograd.grad(slope.sum(), x, retain_graph=True)
-    return output.square().mean() + slope.square().sum()
+    return of_output_and_slope(model, x, looks=2)
 
 
 def of_checkpointed_blocks(model: Any, x: Tensor) -> Tensor:
@@ -301,7 +292,6 @@ PENALTIES = (
     of_the_slope,
     of_output_and_slope,
     amid_other_forwards,
-    before_a_forward_without_gradients,
     beside_a_forward_without_some_units,
     of_second_derivatives,
     after_a_look_at_second_derivatives,
@@ -360,12 +350,9 @@ def test_frozen_units_free_their_storage_during_backward(rank: int, strategy: st
     model.blocks[2].requires_grad_(False)
     model = wrap(model, strategy=strategy, auto_wrap_policy=PER_BLOCK)
     frozen = model.module.blocks[2]._handle
-    seen = []
-
-    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
-        output.register_hook(lambda gradient: seen.append(frozen.unsharded_nbytes))
-
-    model.module.blocks[0].module.norm.register_forward_hook(watch)
+    seen: list[int] = []
+    norm = model.module.blocks[0].module.norm
+    norm.register_full_backward_hook(lambda *ignored: seen.append(frozen.unsharded_nbytes))
     for _ in range(2):
         loss_of(model(batch(rank))).backward()
     assert seen == [0, 0]

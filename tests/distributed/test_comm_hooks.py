@@ -6,7 +6,6 @@ left out.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -179,20 +178,6 @@ def wrapped(name: str = "fsdp_c", strategy: str = "FULL_SHARD", **changes: Any) 
 
 def backward(model: nn.Module) -> None:
     model(torch.linspace(-1, 1, WIDTH).repeat(2, 1)).square().sum().backward()
-
-
-@on_ranks(2)
-def test_low_precision_hooks_are_known_by_identity() -> None:
-    for hook, known in (
-        (fp16_compress_hook, True),
-        (bf16_compress_hook, True),
-        (functools.partial(fp16_compress_hook), False),
-        (sum_hook, False),
-    ):
-        model = wrapped()
-        assert not model._low_precision_hook_enabled()
-        model.register_comm_hook(LowPrecisionState(dist.group.WORLD), hook)
-        assert model._low_precision_hook_enabled() is known
 
 
 @on_ranks(2)

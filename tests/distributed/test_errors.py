@@ -47,17 +47,6 @@ def miss_gradients_on_rank_1(fsdp: Implementation) -> None:
             pass
 
 
-RANKS = rows(
-    r"""
-X-086 | UserWarning | [Rank 1] Only some but not all ranks have a `None` `FlatParameter` gradient
-    ours: unit Linear
-""",
-    {
-        "X-086": miss_gradients_on_rank_1,
-    },
-)
-
-
 # ----------------------------------------------------------------- state dicts
 
 
@@ -132,7 +121,9 @@ def forget_a_dtype(fsdp: Implementation) -> None:
 
 
 STATE_DICTS = rows(
-    """
+    r"""
+X-086 | UserWarning | [Rank 1] Only some but not all ranks have a `None` `FlatParameter` gradient
+    ours: unit Linear
 X-130 | FutureWarning | FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated.
 X-132 | AssertionError, whole | All FSDP modules should have the same state_dict_type.
 X-132 config | AssertionError, whole | All FSDP modules must have the same type of state_dict_config.
@@ -160,6 +151,7 @@ X-144 | AssertionError | Expected ShardedTensor, got <class 'torch.Tensor'>
 X-145 | AssertionError | seen is missing from pre-computed dict on rank
 """,
     {
+        "X-086": miss_gradients_on_rank_1,
         "X-130": lambda fsdp: select(fsdp.wrap(Net()), FULL),
         "X-132": lambda fsdp: select(disagree(fsdp, SHARDED), FULL),
         "X-132 config": lambda fsdp: select(
@@ -268,6 +260,11 @@ def load_state(
     fsdp.FSDP.optim_state_dict_to_load(model, optimizer, state)
 
 
+def load_with(**values: Any) -> Callable[[Implementation], None]:
+    """Load a state in which one parameter has other ``values``, without use_orig_params."""
+    return lambda fsdp: load_state(fsdp, lambda state: state["state"][NAME].update(values))
+
+
 def load_by_names(fsdp: Implementation) -> None:
     """The optimizer lacks the state of parameters without elements on this rank."""
     model, optimizer = trained(fsdp)
@@ -309,12 +306,8 @@ def save_plain(fsdp: Implementation) -> None:
 
 def save_by_input(fsdp: Implementation, given: Any) -> None:
     model, optimizer = trained(fsdp)
+    given = model.parameters() if given == "parameters" else given
     fsdp.FSDP.full_optim_state_dict(model, optimizer, given)
-
-
-def save_by_parameters(fsdp: Implementation) -> None:
-    model, optimizer = trained(fsdp)
-    fsdp.FSDP.full_optim_state_dict(model, optimizer, model.parameters())
 
 
 def rekey(fsdp: Implementation, state: dict[str, Any], key_type: Any) -> None:
@@ -380,7 +373,7 @@ X-162 | AssertionError | Expected optim_input to be None and rank0_only to be Fa
 """,
     {
         "X-160": lambda fsdp: save_by_input(fsdp, None),
-        "X-161": save_by_parameters,
+        "X-161": lambda fsdp: save_by_input(fsdp, "parameters"),
         "X-163": mix_views,
         "X-164": save_plain,
         "X-165": lambda fsdp: load_state(fsdp, dict.clear, True),
@@ -389,19 +382,11 @@ X-162 | AssertionError | Expected optim_input to be None and rank0_only to be Fa
         "X-170": save_with_foreign_state,
         "X-171": load_by_names,
         "X-173 names": lambda fsdp: load_state(fsdp, lambda state: state["state"][NAME].pop("exp_avg")),
-        "X-173 types": lambda fsdp: load_state(fsdp, lambda state: state["state"][NAME].update(exp_avg=3)),
-        "X-173 dtypes": lambda fsdp: load_state(
-            fsdp, lambda state: state["state"][NAME].update(exp_avg=torch.ones(3, 3).double())
-        ),
-        "X-173 shapes": lambda fsdp: load_state(
-            fsdp, lambda state: state["state"][NAME].update(exp_avg=torch.ones(2))
-        ),
-        "X-174 values": lambda fsdp: load_state(
-            fsdp, lambda state: state["state"][NAME].update(step=torch.tensor(9.0))
-        ),
-        "X-174 dtypes": lambda fsdp: load_state(
-            fsdp, lambda state: state["state"][NAME].update(step=torch.tensor(1.0).double())
-        ),
+        "X-173 types": load_with(exp_avg=3),
+        "X-173 dtypes": load_with(exp_avg=torch.ones(3, 3).double()),
+        "X-173 shapes": load_with(exp_avg=torch.ones(2)),
+        "X-174 values": load_with(step=torch.tensor(9.0)),
+        "X-174 dtypes": load_with(step=torch.tensor(1.0).double()),
         "X-174 missing": lambda fsdp: load_state(fsdp, lambda state: state["state"].pop("first.bias")),
         "X-175": lambda fsdp: save_by_input(fsdp, []),
         "X-176": lambda fsdp: save_by_input(fsdp, 3),
@@ -414,7 +399,7 @@ X-162 | AssertionError | Expected optim_input to be None and rank0_only to be Fa
     },
 )
 
-ROWS = [*RANKS, *STATE_DICTS, *OPTIMIZER]
+ROWS = [*STATE_DICTS, *OPTIMIZER]
 ONLY_ON = {"X-086": 1, "X-141 size": 1, "X-171": 1}  # the rank on which torch raises or warns
 
 

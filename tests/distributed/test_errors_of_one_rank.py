@@ -26,41 +26,27 @@ def build(**arguments: Any) -> Any:
     return wrap(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))), **arguments)
 
 
-def held(model: nn.Module, whether: bool = True) -> nn.Parameter:
-    return next(param for param in model.parameters() if bool(param.numel()) is whether)
+def held(model: nn.Module) -> nn.Parameter:
+    return next(param for param in model.parameters() if param.numel())
 
 
-def data_of_another_shape(model: FSDP, rank: int) -> None:
+def data_of_another_shape(model: FSDP) -> None:
     held(model).data = torch.zeros(2, 2)
-    model(batch(rank))
 
 
-def data_where_nothing_is_held(model: FSDP, rank: int) -> None:
+def data_where_nothing_is_held(model: FSDP) -> None:
     for param in model.parameters():
         if param.numel() == 0:
             param.data = torch.zeros(3)
-    model(batch(rank))
 
 
-def sparse_gradient(model: FSDP, rank: int) -> None:
+def sparse_gradient(model: FSDP) -> None:
     param = held(model)
     param.grad = torch.zeros_like(param).to_sparse()
-    model(batch(rank))
 
 
-def flat_data_of_another_shape(model: FSDP, rank: int) -> None:
+def flat_data_of_another_shape(model: FSDP) -> None:
     model._flat_param.data = torch.zeros(3)
-    model(batch(rank))
-
-
-def summon_in_summon(model: FSDP, rank: int) -> None:
-    with summoning(model), FSDP.summon_full_params(model):
-        pass
-
-
-def clip_in_summon(model: FSDP, rank: int) -> None:
-    with summoning(model):
-        model.clip_grad_norm_(1.0)
 
 
 @contextlib.contextmanager
@@ -73,7 +59,17 @@ def summoning(model: FSDP) -> Iterator[None]:
         model._unit.set_summoning(False)
 
 
-WRONG: dict[str, tuple[Callable[[FSDP, int], None], type[Exception], dict[str, Any]]] = {
+def summon_in_summon(model: FSDP) -> None:
+    with summoning(model), FSDP.summon_full_params(model):
+        pass
+
+
+def clip_in_summon(model: FSDP) -> None:
+    with summoning(model):
+        model.clip_grad_norm_(1.0)
+
+
+WRONG: dict[str, tuple[Callable[[FSDP], None], type[Exception], dict[str, Any]]] = {
     "data_of_another_shape": (data_of_another_shape, RuntimeError, {}),
     "data_where_nothing_is_held": (data_where_nothing_is_held, RuntimeError, {}),
     "sparse_gradient": (sparse_gradient, RuntimeError, {}),
@@ -94,7 +90,8 @@ def test_error_is_raised_before_the_collective_and_names_the_rank(
         expected = model(batch(rank))
     if rank == world_size - 1:
         with pytest.raises(kind, match=f"rank {rank}"):
-            act(model, rank)
+            act(model)
+            model(batch(rank))
     total = torch.tensor([float(rank)])
     dist.all_reduce(total)
     assert total.item() == sum(range(world_size))

@@ -58,23 +58,14 @@ def halved(model: nn.Module, of: Callable[[Tensor], Tensor] = lambda tensor: ten
 # ----------------------------------------------------------------- for the time of a call
 
 
-def tensors(model: FSDP) -> None:
-    functional_call(model, halved(model), (batch(),))
+def call(model: nn.Module, params: dict[str, Tensor]) -> None:
+    functional_call(model, params, (batch(),))
 
 
-def one_tensor(model: FSDP) -> None:
-    name, param = list(model.named_parameters())[-1]
-    functional_call(model, {name: param.detach() * 0.5}, (batch(),))
-
-
-def parameters_of_another(model: FSDP) -> None:
+def with_parameters_of_another(model: FSDP) -> None:
     other = wrap(plain(), model.sharding_strategy.name, use_orig_params=model._use_orig_params)
     evaluated(other)
-    functional_call(model, dict(other.named_parameters()), (batch(),))
-
-
-def new_parameters(model: FSDP) -> None:
-    functional_call(model, halved(model, nn.Parameter), (batch(),))
+    call(model, dict(other.named_parameters()))
 
 
 def by_grad(model: FSDP) -> None:
@@ -85,29 +76,24 @@ def by_grad(model: FSDP) -> None:
         torch.func.grad(loss)(halved(model))
 
 
-def from_outside(model: FSDP) -> None:
-    outer = nn.Sequential(model)
-    functional_call(outer, halved(outer), (batch(),))
-
-
 def after_a_kept_forward(model: FSDP) -> None:
     kept = model(batch())  # noqa: F841  # a backward can follow
-    tensors(model)
+    call(model, halved(model))
 
 
 def after_no_sync(model: FSDP) -> None:
     with model.no_sync():
         model(batch()).sum().backward()
-    tensors(model)
+    call(model, halved(model))
 
 
 SWAPS: list[Callable[[FSDP], None]] = [
-    tensors,
-    one_tensor,
-    parameters_of_another,
-    new_parameters,
+    lambda model: call(model, halved(model)),
+    lambda model: call(model, dict([halved(model).popitem()])),
+    lambda model: call(model, halved(model, nn.Parameter)),
+    lambda model: call(nn.Sequential(model), halved(nn.Sequential(model))),
+    with_parameters_of_another,
     by_grad,
-    from_outside,
     after_a_kept_forward,
     after_no_sync,
 ]
@@ -152,13 +138,13 @@ def test_functional_call_is_refused_with_mixed_precision_offload_and_segments(ra
         {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
         {"cpu_offload": CPUOffload(True)},
     ):
-        check_refused(tensors, rank, 1, **arguments)
+        check_refused(SWAPS[0], rank, 1, **arguments)
     mixed = plain()
     mixed[0].float()
     model = wrap(mixed)
     before = full(model)
     with pytest.raises(RuntimeError, match="another tensor than the unit's"):
-        functional_call(model, halved(model), (batch(),))
+        call(model, halved(model))
     torch.testing.assert_close(full(model), before, rtol=0, atol=0)
 
 

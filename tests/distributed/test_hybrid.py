@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from tests.models import Block, Net
+from tests.models import Net
 from tests.parity.engine import Point, Run, Scenario, assert_same_record, compare, record_run
 from tests.parity.scenarios import (
     accumulate_step,
@@ -27,11 +26,11 @@ from tests.parity.scenarios import (
     no_sync_after_sync_step,
     no_sync_step,
     plain_step,
+    with_arguments,
 )
 from tests.ranks import both_views, device, on_ranks
 
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-PER_BLOCK = ModuleWrapPolicy({Block})
 STEPS: dict[str, Callable[[Run], None]] = {
     "plain": plain_step,
     "accumulate": accumulate_step,
@@ -59,9 +58,7 @@ def groups(replicas: int, shards: int) -> tuple[dist.ProcessGroup, dist.ProcessG
 
 def hybrid(**changes: Any) -> Callable[[Run], nn.Module]:
     """Return a builder of a Net with one unit per block over (shard, replicate) groups of two ranks each."""
-    return lambda run: run.wrap(
-        Net(), auto_wrap_policy=PER_BLOCK, **(changes or {"process_group": groups(2, 2)})
-    )
+    return with_arguments(**(changes or {"process_group": groups(2, 2)}))
 
 
 # ------------------------------------------------------------------ equal to torch
