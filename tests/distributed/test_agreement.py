@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -138,12 +139,8 @@ def test_sync_module_states_on_some_ranks_only_is_refused(
     with pytest.raises(RuntimeError) as found:
         arguments = {"sharding_strategy": ShardingStrategy[strategy], "device_mesh": mesh}
         per_block(sync_module_states=rank in with_it, **arguments)(X)
-    lines = [
-        line
-        for line in str(found.value).splitlines()
-        if "unit Net is wrapped with sync_module_states" in line
-    ]
-    assert [line.partition(":")[0] for line in lines] == [f"rank {one}" for one in with_it]
+    named = re.findall(r"^rank (\d): unit Net is wrapped with sync_module_states", str(found.value), re.M)
+    assert named == [str(one) for one in with_it]
     model = per_block(sync_module_states=True, **arguments)
     model(X)
 

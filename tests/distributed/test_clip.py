@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
 
 from tests.models import Net
 from tests.parity.engine import Point, Run, Scenario, compare
@@ -59,18 +58,6 @@ def test_unmanaged_gradients_count_once_as_torchs(rank: int, world_size: int, us
         return run.wrap(module, auto_wrap_policy=PER_BLOCK, ignored_states=ignored)
 
     compare(Point("unmanaged", "FULL_SHARD", use_orig_params), Scenario(build, clip_step), rank, world_size)
-
-
-@both_views
-@on_ranks(2)
-def test_units_of_several_strategies_equal_torchs(rank: int, world_size: int, use_orig_params: bool) -> None:
-    def build(run: Run) -> nn.Module:
-        module = Net()
-        module.blocks[0] = run.wrap(module.blocks[0], sharding_strategy=ShardingStrategy.NO_SHARD)
-        module.blocks[1] = run.wrap(module.blocks[1])
-        return run.wrap(module)
-
-    compare(Point("several", "FULL_SHARD", use_orig_params), Scenario(build, clip_step), rank, world_size)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
