@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import ShardingStrategy
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.ranks import both_views, device, on_ranks
-from tests.training import assert_same, full_state
+from tests.training import assert_same, full_state, wrap
 
 
 def own_model(rank: int) -> nn.Module:
@@ -27,13 +26,9 @@ def own_model(rank: int) -> nn.Module:
 @on_ranks(4)
 def test_sync_module_states_gives_all_ranks_the_values_of_rank_0(rank: int, strategy: str) -> None:
     mesh = dist.device_mesh.init_device_mesh(device().type, (2, 2) if strategy == "HYBRID_SHARD" else (4,))
-    model = FSDP(
-        own_model(rank),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-        sharding_strategy=ShardingStrategy[strategy],
-        device_mesh=mesh,
-        sync_module_states=True,
-    )
+    policy = ModuleWrapPolicy({nn.Sequential})
+    options = {"auto_wrap_policy": policy, "device_mesh": mesh, "sync_module_states": True}
+    model = wrap(own_model(rank), strategy=strategy, **options)
     for unit in FSDP.fsdp_modules(model):
         flat_param = unit._flat_param
         held = flat_param.numel() - flat_param._shard_numel_padded
@@ -51,7 +46,7 @@ def test_apply_sees_and_keeps_full_parameters(rank: int) -> None:
             seen.append(tuple(module.weight.shape))
             module.weight.fill_(7)
 
-    model = FSDP(own_model(rank), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+    model = wrap(own_model(rank), use_orig_params=False, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
     assert model.apply(fill) is model
     assert seen == [(4, 3), (4, 4)]
     assert model._is_root is None
@@ -81,8 +76,8 @@ class Sliced(nn.Module):
 @on_ranks(2)
 def test_parameters_with_gaps_in_memory_keep_their_values(use_orig_params: bool, width: int) -> None:
     """torch refuses them, with an error about the size of a storage."""
-    plain = Sliced(width).to(device())
-    model = FSDP(Sliced(width).to(device()), use_orig_params=use_orig_params, device_id=device())
+    plain = Sliced(width)
+    model = wrap(Sliced(width), use_orig_params=use_orig_params)
     assert_same(full_state(model), dict(plain.state_dict()))
     x = torch.ones(2, width, dtype=torch.float64)
     torch.testing.assert_close(model(x), plain(x))
