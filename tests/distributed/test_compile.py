@@ -7,22 +7,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.ranks import on_ranks
+from tests.training import PER_BLOCK, batch, plain, wrap
 
 STEPS = 4
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 16)
-        self.outer = nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.outer(torch.relu(self.inner(x)))
 
 
 def compiled(module):
@@ -30,17 +19,13 @@ def compiled(module):
 
 
 def model(where):
-    torch.manual_seed(0)
-    layers = [nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 4)]
+    net = plain(blocks=2)
     if where == "inside":
-        layers = [
-            FSDP(compiled(one), use_orig_params=True) if isinstance(one, Block) else one for one in layers
-        ]
-        return FSDP(nn.Sequential(*layers), use_orig_params=True)
+        net.blocks = nn.ModuleList(wrap(compiled(block)) for block in net.blocks)
     if where == "in place":
-        for one in layers:
+        for one in (net.inp, *net.blocks, net.head):
             one.compile(backend="aot_eager")
-    return FSDP(nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+    return wrap(net, auto_wrap_policy=None if where == "inside" else PER_BLOCK)
 
 
 def losses(where, rank):
@@ -48,10 +33,9 @@ def losses(where, rank):
     wrapped = model(where)
     called = compiled(wrapped) if where == "outside" else wrapped
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
-    torch.manual_seed(1 + rank)
     found = []
-    for _ in range(STEPS):
-        loss = called(torch.randn(4, 8)).square().mean()
+    for step in range(STEPS):
+        loss = called(batch(rank, step)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

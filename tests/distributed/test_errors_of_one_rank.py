@@ -6,8 +6,7 @@ collectives of the two ranks would not pair.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,24 +48,15 @@ def flat_data_of_another_shape(model: FSDP) -> None:
     model._flat_param.data = torch.zeros(3)
 
 
-@contextlib.contextmanager
-def summoning(model: FSDP) -> Iterator[None]:
-    """Put the unit into a busy state, without the collectives that normally lead there."""
-    model._unit.set_summoning(True)
-    try:
-        yield
-    finally:
-        model._unit.set_summoning(False)
-
-
 def summon_in_summon(model: FSDP) -> None:
-    with summoning(model), FSDP.summon_full_params(model):
+    model._unit.set_summoning(True)  # busy, without the collectives that normally lead there
+    with FSDP.summon_full_params(model):
         pass
 
 
 def clip_in_summon(model: FSDP) -> None:
-    with summoning(model):
-        model.clip_grad_norm_(1.0)
+    model._unit.set_summoning(True)
+    model.clip_grad_norm_(1.0)
 
 
 WRONG: dict[str, tuple[Callable[[FSDP], None], type[Exception], dict[str, Any]]] = {
