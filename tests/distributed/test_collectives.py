@@ -36,26 +36,12 @@ KINDS = {
 }
 
 
-class Chain(nn.Module):
-    """A root that owns the first layer, and three units that it calls one after the other."""
-
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(11)
-        self.first = nn.Linear(WIDTHS[0], WIDTHS[1])
-        layers = [nn.Linear(*WIDTHS[index : index + 2]) for index in range(1, UNITS)]
-        self.layers = nn.ModuleList(wrap(layer) for layer in layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(torch.tanh(x))
-        return x
-
-
 def build(which: str, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
+    """Return a root that owns the first layer, with three units that it calls one after the other."""
+    torch.manual_seed(11)
     unit = functools.partial(wrap, which=which, strategy=strategy, **arguments)
-    return unit(Chain(unit))
+    first, *others = (nn.Linear(*WIDTHS[index : index + 2]) for index in range(UNITS))
+    return unit(nn.Sequential(first, *map(unit, others)))
 
 
 def batch(rank: int) -> Tensor:
@@ -143,7 +129,8 @@ def orders(which: str, rank: int, **arguments: Any) -> list[list[Any]]:
         def note(direction: str, index: int) -> Callable[..., None]:
             return lambda *ignored: seen.append((direction, index))
 
-        for index, layer in enumerate([model.module.first, *(unit.module for unit in model.module.layers)]):
+        first, *units = model.module
+        for index, layer in enumerate([first, *(unit.module for unit in units)]):
             layer.register_forward_hook(note("forward", index))
             layer.register_full_backward_hook(note("backward", index))
         for index in range(4):
