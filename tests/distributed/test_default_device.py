@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,20 +24,6 @@ from tests.models import WIDTH
 from tests.ranks import both_views, device, on_ranks
 from tests.training import plain
 
-Trained = tuple[Any, torch.optim.Optimizer]
-
-
-@contextmanager
-def meta_by_default() -> Iterator[None]:
-    """Make the meta device the default: tensors created there by mistake can be neither computed with nor
-    sent nor written.
-    """
-    torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
 
 def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
     for step in range(2):
@@ -50,7 +34,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def trained(use_orig_params: bool) -> Trained:
+def trained(use_orig_params: bool) -> tuple[Any, torch.optim.Optimizer]:
     """Train before the default device changes: torch's AdamW creates its step counts on the default device."""
     model = wrap(plain(blocks=2, tied=True), use_orig_params)
     optimizer = adamw(model, groups=1)
@@ -62,14 +46,6 @@ def values(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": full_model(model), "optim": full_optim(model, optimizer)["state"]}
 
 
-def load_state(into: Trained, state: dict[str, Any], kind: str) -> None:
-    model, optimizer = into
-    with FSDP.state_dict_type(model, StateDictType[f"{kind}_STATE_DICT"]):
-        model.load_state_dict(state["model"])
-        if "optim" in state:
-            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
-
-
 @both_views
 @on_ranks(2)
 def test_training_saving_and_loading_are_the_same(rank: int, use_orig_params: bool) -> None:
@@ -77,12 +53,16 @@ def test_training_saving_and_loading_are_the_same(rank: int, use_orig_params: bo
     (model, optimizer), as_usual, into = (trained(use_orig_params) for _ in range(3))
     train(*as_usual)
     actual = {}
-    with meta_by_default():
+    # tensors created there by mistake can be neither computed with nor sent nor written
+    with torch.device("meta"):
         train(model, optimizer)
         actual["trained"] = values(model, optimizer)
         for kind in ("LOCAL", "FULL", "SHARDED"):
             state = state_of(model, kind, None if kind == "LOCAL" else optimizer)
-            load_state(into, state, kind)
+            with FSDP.state_dict_type(into[0], StateDictType[f"{kind}_STATE_DICT"]):
+                into[0].load_state_dict(state["model"])
+                if kind != "LOCAL":
+                    into[1].load_state_dict(FSDP.optim_state_dict_to_load(*into, state["optim"]))
             actual[kind] = {"model": full_model(into[0])} if kind == "LOCAL" else values(*into)
         checkpoint.save(model, optimizer, folder / "saved")
         checkpoint.load(*into, folder / "saved")
