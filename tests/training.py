@@ -57,6 +57,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, ste
         optimizer.zero_grad()
 
 
+def average_gradients(module: nn.Module) -> None:
+    """Average the gradients of a plain module over the ranks."""
+    for param in module.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
 def full_state(model: Any) -> dict[str, Tensor]:
     """Return a copy of the full state dict."""
     with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT):

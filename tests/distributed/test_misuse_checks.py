@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
-import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -60,35 +58,28 @@ def replace_head(model: Any, rank: int) -> nn.Linear:
     return head
 
 
-class Scaled(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * getattr(self, "scale", 1.0)
+def add_scale(model: Any, rank: int) -> None:
+    scale = model.module.scale = nn.Parameter(torch.ones(1, device=device()))
+    model.module.register_forward_hook(lambda module, args, output: output * scale)
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize(
+    ("change", "names"), [(replace_head, "'head.weight', 'head.bias'"), (add_scale, "'scale'")]
+)
 @both_views
 @on_ranks(2)
-def test_a_replaced_head_is_refused(rank: int, use_orig_params: bool, steps_before: int) -> None:
+def test_a_parameter_that_no_unit_has_is_refused(
+    rank: int, use_orig_params: bool, change: Callable[[Any, int], Any], names: str, steps_before: int
+) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     for _ in range(steps_before):
         backward(model, rank)
-    replace_head(model, rank)
-    match = rf"rank {rank}, unit Net: \['head.weight', 'head.bias'\] got gradients.*ignored_states"
+    change(model, rank)
+    match = rf"rank {rank}, unit Net: \[{names}\] got gradients.*ignored_states"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=match):
             backward(model, rank)
-
-
-@both_views
-@on_ranks(2)
-def test_a_parameter_that_is_registered_between_steps_is_refused(rank: int, use_orig_params: bool) -> None:
-    model = wrapped(net=Scaled(), use_orig_params=use_orig_params)
-    backward(model, rank)
-    model.module.scale = nn.Parameter(torch.ones(1, device=device()))
-    with pytest.raises(
-        RuntimeError, match=rf"rank {rank}, unit Scaled: \['scale'\] got gradients.*ignored_states"
-    ):
-        backward(model, rank)
 
 
 @on_ranks(2)
@@ -321,57 +312,6 @@ def test_gradients_of_what_no_graph_has_are_refused_with_a_remedy(
         said = rf"\(rank {rank}, unit Block at 'net.blocks.0': .*not \['up.weight'\] as between forwards"
         with pytest.raises(RuntimeError, match=said):
             inside(batch(rank))
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-@both_views
-@on_ranks(2)
-def test_torchs_clipping_is_that_of_all_ranks_where_fsdp_c_is_installed(
-    rank: int, use_orig_params: bool, norm_type: float, strategy: str
-) -> None:
-    grads, norms = [], []
-    for clip in (
-        lambda model: torch.nn.utils.clip_grad_norm_(
-            model.parameters(), 0.05, norm_type, error_if_nonfinite=True
-        ),
-        lambda model: model.clip_grad_norm_(0.05, norm_type),
-    ):
-        model = wrapped(use_orig_params=use_orig_params, sharding_strategy=ShardingStrategy[strategy])
-        backward(model, rank)
-        with installed(), nothing_told():
-            norms.append(clip(model))
-        grads.append([param.grad for param in model.parameters() if param.grad is not None])
-    assert torch.equal(*norms) and norms[0] > 0.05
-    assert grads[0] and all(map(torch.equal, *grads))
-    assert torch.nn.utils.clip_grad_norm_.__module__ == "torch.nn.utils.clip_grad"
-
-
-@both_views
-@on_ranks(2)
-def test_parts_of_models_are_clipped_by_their_own_norm_where_fsdp_c_is_installed(
-    use_orig_params: bool,
-) -> None:
-    """Parameters of one unit, of another model, and of none, beside the same of plain models."""
-    plain = [Net().to(device()) for _ in range(2)] + [nn.Linear(WIDTH, WIDTH, device=device())]
-    units = [wrapped(net=copy.deepcopy(net), use_orig_params=use_orig_params) for net in plain[:2]]
-    models = [*units, copy.deepcopy(plain[2])]
-    for model in (*plain, *models):
-        backward(model, 3)
-    one = [*plain[0].blocks[1].parameters(), *plain[1].parameters(), *plain[2].parameters()]
-    expected = torch.nn.utils.clip_grad_norm_(one, 0.05)
-    chosen = [*units[0].module.blocks[1].parameters(), *units[1].parameters(), *models[2].parameters()]
-    others = [
-        param.grad.clone() for param in units[0].module.blocks[0].parameters() if param.grad is not None
-    ]
-    with installed():
-        torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(chosen, 0.05), expected)
-        assert float(torch.nn.utils.clip_grad_norm_(iter(chosen), 1.0)) == pytest.approx(0.05, abs=1e-5)
-        now = [param.grad for param in units[0].module.blocks[0].parameters() if param.grad is not None]
-        assert all(map(torch.equal, others, now))
-        chosen[-1].grad.fill_(math.inf)
-        with pytest.raises(RuntimeError, match="The total norm of order 2.0 for gradients .* is non-finite"):
-            torch.nn.utils.clip_grad_norm_(chosen, 1.0, error_if_nonfinite=True)
 
 
 # ----------------------------------------------------------------- errors about sharded parameters

@@ -4,6 +4,7 @@ install(), else one warning."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 from typing import Any
@@ -22,16 +23,13 @@ from fsdp_c import ShardedGradScaler
 from tests.distributed.test_misuse_checks import backward, installed, nothing_told, wrapped
 from tests.models import WIDTH, Net
 from tests.ranks import both_views, device, on_ranks
-from tests.training import batch
+from tests.training import average_gradients, batch
 
 
 def averaged(net: nn.Module, rank: int) -> nn.Module:
     """``net`` with the gradients of all ranks' batches, averaged by hand."""
     backward(net, rank)
-    for param in net.parameters():
-        if param.grad is not None:
-            dist.all_reduce(param.grad, dist.ReduceOp.SUM)
-            param.grad /= dist.get_world_size()
+    average_gradients(net)
     return net
 
 
@@ -91,18 +89,17 @@ def test_get_total_norm_of_unsharded_gradients_is_not_warned_of(rank: int) -> No
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 3])
 @both_views
 @on_ranks(2)
-def test_get_total_norm_after_install_is_the_plain_modules(
+def test_norms_and_clipping_after_install_are_the_plain_modules(
     rank: int, use_orig_params: bool, norm_type: float, strategy: str
 ) -> None:
     net = averaged(plain_net(), rank)
     expected = torch.nn.utils.get_total_norm(grads_of(net.parameters()), norm_type)
+    assert expected > 0.05
     clip_grads_with_norm_(net.parameters(), 0.05, expected)
-    model, clipped = (
-        wrapped(use_orig_params=use_orig_params, sharding_strategy=ShardingStrategy[strategy])
-        for _ in range(2)
-    )
-    backward(model, rank)
-    backward(clipped, rank)
+    options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
+    model, clipped, by_torch = (wrapped(**options) for _ in range(3))
+    for one in (model, clipped, by_torch):
+        backward(one, rank)
     with installed(), nothing_told():
         for foreach in (None, True, False):
             norm = torch.nn.utils.get_total_norm(grads_of(model.parameters()), norm_type, True, foreach)
@@ -110,7 +107,11 @@ def test_get_total_norm_after_install_is_the_plain_modules(
             assert len(set(of_all_ranks(norm))) == 1
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
         assert torch.equal(clipped.clip_grad_norm_(0.05, norm_type), norm)
-    assert all(map(torch.equal, grads_of(model.parameters()), grads_of(clipped.parameters())))
+        clip = torch.nn.utils.clip_grad_norm_
+        assert torch.equal(clip(by_torch.parameters(), 0.05, norm_type, error_if_nonfinite=True), norm)
+    assert torch.nn.utils.clip_grad_norm_.__module__ == "torch.nn.utils.clip_grad"
+    for one in (model, by_torch):
+        assert all(map(torch.equal, grads_of(one.parameters()), grads_of(clipped.parameters())))
     if not use_orig_params:
         return
     with FSDP.summon_full_params(model, with_grads=True):
@@ -122,11 +123,12 @@ def test_get_total_norm_after_install_is_the_plain_modules(
 
 @both_views
 @on_ranks(2)
-def test_get_total_norm_after_install_of_units_and_other_gradients(rank: int, use_orig_params: bool) -> None:
+def test_norms_and_clipping_after_install_of_units_and_other_gradients(
+    rank: int, use_orig_params: bool
+) -> None:
     """Of one unit, of another model, of an ignored module and of a plain one, also as views of gradients."""
-    plain = [averaged(plain_net(), rank) for _ in range(2)] + [
-        averaged(nn.Linear(WIDTH, 2, device=device()), 3)
-    ]
+    plain = [averaged(plain_net(), rank) for _ in range(2)]
+    plain.append(averaged(nn.Linear(WIDTH, 2, device=device()), 3))
     nets = [plain_net() for _ in range(2)]
     models = [
         wrapped(net=nets[0], use_orig_params=use_orig_params, ignored_states=[nets[0].head]),
@@ -138,29 +140,32 @@ def test_get_total_norm_after_install_of_units_and_other_gradients(rank: int, us
         ours.grad = theirs.grad.clone()
     expected = get_total_norm(
         [
-            *grads_of(plain[0].blocks[1].parameters()),
-            *grads_of(plain[0].head.parameters()),
-            *grads_of(plain[1].parameters()),
-            *grads_of(plain[2].parameters()),
+            grad
+            for one in (plain[0].blocks[1], plain[0].head, plain[1], plain[2])
+            for grad in grads_of(one.parameters())
         ]
     )
-    chosen = [
-        *grads_of(nets[0].blocks[1].parameters()),
-        *grads_of(nets[0].head.parameters()),
-        *(grad.detach() for grad in grads_of(models[1].parameters())),
-        *grads_of(plain[2].parameters()),
-    ]
+    ours = (nets[0].blocks[1], nets[0].head, models[1], plain[2])
+    chosen = [param for one in ours for param in one.parameters() if param.grad is not None]
+    others = [grad.clone() for grad in grads_of(nets[0].blocks[0].parameters())]
     with installed(), nothing_told():
-        torch.testing.assert_close(torch.nn.utils.get_total_norm(iter(chosen)), expected)
+        views = (param.grad.detach() for param in chosen)
+        torch.testing.assert_close(torch.nn.utils.get_total_norm(views), expected)
+        torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(iter(chosen), 0.05), expected)
+        assert float(torch.nn.utils.get_total_norm(grads_of(chosen))) == pytest.approx(0.05, abs=1e-5)
+        assert all(map(torch.equal, others, grads_of(nets[0].blocks[0].parameters())))
         if rank == 0:  # these gradients belong to no unit, so the call is not collective
             of_plain = grads_of(plain[2].parameters())
             assert torch.nn.utils.get_total_norm(of_plain) == get_total_norm(of_plain)
             torch.nn.utils.get_total_norm(grads_of(nets[0].head.parameters()))
-        chosen[-1].fill_(math.nan)
-        with pytest.raises(RuntimeError, match="The total norm of order 2.0 for gradients .* is non-finite"):
-            torch.nn.utils.get_total_norm(chosen, error_if_nonfinite=True)
+        chosen[-1].grad.fill_(math.nan)
+        match = "The total norm of order 2.0 for gradients .* is non-finite"
+        with pytest.raises(RuntimeError, match=match):
+            torch.nn.utils.get_total_norm(grads_of(chosen), error_if_nonfinite=True)
+        with pytest.raises(RuntimeError, match=match):
+            torch.nn.utils.clip_grad_norm_(chosen, 1.0, error_if_nonfinite=True)
         with pytest.raises(ValueError, match="norm_type must be above 0, not -inf"):
-            torch.nn.utils.get_total_norm(chosen, -math.inf)
+            torch.nn.utils.get_total_norm(grads_of(chosen), -math.inf)
         with pytest.raises(ValueError, match="norm_type must be above 0, not 0.0"):
             torch.nn.utils.clip_grad_norm_(models[1].parameters(), 1.0, 0)
 
@@ -263,31 +268,32 @@ def scales(model: nn.Module, scaler: GradScaler, optimizer: torch.optim.Optimize
     return found
 
 
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.01)
+sgd = functools.partial(torch.optim.SGD, lr=0.01)
+fused = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
+scalers = pytest.mark.parametrize(
+    ("scaler", "optimizer"), [(GradScaler, sgd), (Derived, fused)], ids=["sgd", "derived, fused"]
+)
 
 
-def fused(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.01, fused=True)
+def made(kind: Any = GradScaler) -> Any:
+    return kind(device().type, init_scale=1024.0, growth_interval=1)
 
 
-@pytest.mark.parametrize(("scaler", "optimizer"), [(GradScaler, sgd), (Derived, fused)])
+@scalers
 @both_views
 @on_ranks(2)
 def test_grad_scaler_without_install_is_local_and_warned_of_once(
     rank: int, use_orig_params: bool, scaler: Any, optimizer: Any
 ) -> None:
     model = wrapped(use_orig_params=use_orig_params)
-    settings = {"init_scale": 1024.0, "growth_interval": 1}
-    made = optimizer(model.parameters())
     match = rf"rank {rank}, unit .*: {scaler.__name__} looks for inf.*ShardedGradScaler"
     with pytest.warns(UserWarning, match=match) as record:
-        found = scales(model, scaler(device().type, **settings), made, rank)
+        found = scales(model, made(scaler), optimizer(model.parameters()), rank)
     assert len(record) == 1 and record[0].filename == __file__
     assert len(set(of_all_ranks(found[-1]))) == 2
 
 
-@pytest.mark.parametrize(("scaler", "optimizer"), [(GradScaler, sgd), (Derived, fused)])
+@scalers
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 @both_views
 @on_ranks(2)
@@ -298,8 +304,7 @@ def test_grad_scaler_after_install_has_one_scale_on_all_ranks(
     for kind in (scaler, ShardedGradScaler):
         model = wrapped(use_orig_params=use_orig_params, sharding_strategy=ShardingStrategy[strategy])
         with installed(), nothing_told():
-            made = kind(device().type, init_scale=1024.0, growth_interval=1)
-            found.append(scales(model, made, optimizer(model.parameters()), rank))
+            found.append(scales(model, made(kind), optimizer(model.parameters()), rank))
     assert found[0] == found[1] == [2048.0, 1024.0, 2048.0, 4096.0]
     assert GradScaler._unscale_grads_.__module__ == "torch.amp.grad_scaler"
 
@@ -311,8 +316,7 @@ def test_grad_scaler_after_install_with_a_rank_without_gradients(rank: int) -> N
     model = wrapped(net=net, use_orig_params=True)
     params = [model.module[0].weight]  # on rank 0 only
     with installed(), nothing_told():
-        scaler = GradScaler(device().type, init_scale=1024.0, growth_interval=1)
-        assert scales(model, scaler, sgd(params), rank) == [2048.0, 1024.0, 2048.0, 4096.0]
+        assert scales(model, made(), sgd(params), rank) == [2048.0, 1024.0, 2048.0, 4096.0]
 
 
 @on_ranks(2)
@@ -321,8 +325,7 @@ def test_grad_scaler_of_unsharded_or_plain_modules_is_not_warned_of(rank: int) -
     backward(wrapped(), rank)
     for module in (model, nn.Linear(WIDTH, 2, device=device())):
         with nothing_told():
-            scaler = GradScaler(device().type, init_scale=1024.0, growth_interval=1)
-            assert scales(module, scaler, sgd(module.parameters()), 1)[-1] == 16384.0
+            assert scales(module, made(), sgd(module.parameters()), 1)[-1] == 16384.0
     if rank == 0:  # nothing is sent
         with installed():
-            scales(module, scaler, sgd(module.parameters()), 1)
+            scales(module, made(), sgd(module.parameters()), 1)

@@ -51,7 +51,10 @@ class Scaled(nn.Module):
 
 
 def units(strategy: str, use_orig_params: bool) -> Any:
-    options: dict[str, Any] = {"use_orig_params": use_orig_params, "auto_wrap_policy": ModuleWrapPolicy({Alone})}
+    options: dict[str, Any] = {
+        "use_orig_params": use_orig_params,
+        "auto_wrap_policy": ModuleWrapPolicy({Alone}),
+    }
     if strategy == "MESH":
         options["device_mesh"] = init_device_mesh(device().type, (dist.get_world_size(),))
     return wrap(Scaled(), strategy="FULL_SHARD" if strategy == "MESH" else strategy, **options)

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recomputed
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision, StateDictType
 from fsdp_c.wrap import ModuleWrapPolicy, split_frozen
 from tests.distributed.test_collectives import calls
 from tests.ranks import both_views, device, on_ranks
-from tests.training import full_state
+from tests.training import assert_same, average_gradients, full_state, wrap
 
 WIDTH, RANK = 12, 3
 
@@ -54,47 +53,19 @@ class PackedLinear(nn.Module):
 class Block(nn.Module):
     """A base that is frozen, an adapter, a norm."""
 
-    def __init__(self, base: nn.Module, adapter_dtype: torch.dtype, checkpoints: bool | None = None) -> None:
+    def __init__(self, base: nn.Module, adapter_dtype: torch.dtype, trained: bool = False) -> None:
         super().__init__()
         self.base = base
         self.down = nn.Linear(WIDTH, RANK, bias=False, dtype=adapter_dtype)
         self.up = nn.Linear(RANK, WIDTH, bias=False, dtype=adapter_dtype)
         self.norm = nn.LayerNorm(WIDTH)
-        self.base.requires_grad_(False)
-        self.checkpoints = checkpoints
+        self.base.requires_grad_(trained)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.checkpoints is None:
-            return self.compute(x)
-        return recomputed(self.compute, x, use_reentrant=self.checkpoints)
-
-    def compute(self, x: Tensor) -> Tensor:
         inner = x.to(self.down.weight.dtype)
         adapted = self.base(x if isinstance(self.base, PackedLinear) else x.to(self.base.weight.dtype))
         both = adapted.to(x.dtype) + self.up(torch.tanh(self.down(inner))).to(x.dtype)
         return x + self.norm(both.to(self.norm.weight.dtype)).to(x.dtype)
-
-
-def lora() -> Block:
-    return Block(nn.Linear(WIDTH, WIDTH), torch.float32)
-
-
-def two_dtypes() -> Block:
-    block = Block(nn.Linear(WIDTH, WIDTH), torch.float64)
-    block.base.requires_grad_(True)
-    return block
-
-
-def quantised() -> Block:
-    return Block(PackedLinear(), torch.float64)
-
-
-def qlora() -> Block:
-    return Block(PackedLinear(), torch.bfloat16)
-
-
-def frozen_dtypes() -> Block:
-    return two_dtypes().requires_grad_(False)
 
 
 class Model(nn.Module):
@@ -108,31 +79,31 @@ class Model(nn.Module):
         return self.last(self.blocks(self.first(x)))
 
 
-KINDS = {
-    "lora": lora,
-    "two dtypes": two_dtypes,
-    "quantised": quantised,
-    "qlora": qlora,
-    "frozen dtypes": frozen_dtypes,
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+# a block, and its flat parameters under split_frozen()
+KINDS: dict[str, tuple[Callable[[], Block], int]] = {
+    "lora": (lambda: Block(linear(), torch.float32), 2),
+    "two dtypes": (lambda: Block(linear(), torch.float64, trained=True), 2),
+    "quantised": (lambda: Block(PackedLinear(), torch.float64), 5),
+    "qlora": (lambda: Block(PackedLinear(), torch.bfloat16), 5),
+    "frozen dtypes": (lambda: Block(linear(), torch.float64).requires_grad_(False), 2),
 }
-# flat parameters of a block under split_frozen()
-NUM_FLAT = {"lora": 2, "two dtypes": 2, "quantised": 5, "qlora": 5, "frozen dtypes": 2}
-all_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def plain(kind: str) -> Model:
     torch.manual_seed(0)
     with torch.device("cpu"):
-        model = Model(KINDS[kind])
+        model = Model(KINDS[kind][0])
     return model.to(device())
 
 
-def wrapped(
-    kind: str, use_orig_params: bool, model: nn.Module | None = None, split: bool = True, **kwargs: Any
-) -> FSDP:
-    kwargs = {"auto_wrap_policy": ModuleWrapPolicy({Block}), **kwargs}
+def wrapped(kind: str, use_orig_params: bool, split: bool = True, **arguments: Any) -> FSDP:
+    arguments |= {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": use_orig_params}
     with split_frozen() if split else nullcontext():
-        return FSDP(model or plain(kind), use_orig_params=use_orig_params, device_id=device(), **kwargs)
+        return wrap(plain(kind), **arguments)
 
 
 def batch(rank: int, step: int) -> Tensor:
@@ -140,10 +111,8 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=generator, device="cpu").to(device())
 
 
-def optimizer_of(
-    model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
-) -> torch.optim.Optimizer:
-    return kind((param for param in model.parameters() if param.requires_grad), lr=0.05)  # type: ignore[call-arg]
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((param for param in model.parameters() if param.requires_grad), lr=0.05)
 
 
 def train(
@@ -156,41 +125,11 @@ def train(
     optimizer = optimizer or optimizer_of(model)
     for step in range(start, start + steps):
         model(batch(rank, step)).square().mean().backward()
+        if not isinstance(model, FSDP):
+            average_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
-
-
-def train_plain(
-    model: nn.Module,
-    world_size: int,
-    steps: int = 3,
-    start: int = 0,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> torch.optim.Optimizer:
-    """Train the plain model like ``world_size`` ranks: a loss per rank, gradients averaged."""
-    optimizer = optimizer or optimizer_of(model)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    for step in range(start, start + steps):
-        sums: list[Tensor | None] = [None] * len(trained)
-        for rank in range(world_size):
-            model(batch(rank, step)).square().mean().backward()
-            for index, param in enumerate(trained):
-                grad, before = param.grad, sums[index]
-                sums[index] = grad if before is None or grad is None else before + grad
-                param.grad = None
-        for param, total in zip(trained, sums, strict=True):
-            param.grad = None if total is None else total / world_size
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(found) == list(expected)
-    for name, value in found.items():
-        assert value.dtype == expected[name].dtype, name
-        assert torch.equal(value, expected[name]), name
 
 
 # ----------------------------------------------------------------- training
@@ -253,18 +192,19 @@ def test_frozen_parameters_cost_no_gradient(rank: int, use_orig_params: bool) ->
 # ----------------------------------------------------------------- state dicts and names
 
 
-@all_kinds
+@pytest.mark.parametrize("kind", KINDS)
 @both_views
 @on_ranks(2)
 def test_segments_train_as_the_plain_model_and_their_state_loads_with_the_other_use_orig_params(
-    rank: int, world_size: int, kind: str, use_orig_params: bool
+    rank: int, kind: str, use_orig_params: bool
 ) -> None:
     model, reference = wrapped(kind, use_orig_params), plain(kind)
     trained = [flat_param.requires_grad for flat_param in model.blocks[0].params]
-    assert len(trained) == NUM_FLAT[kind] and trained == sorted(trained, reverse=True)
+    assert len(trained) == KINDS[kind][1] and trained == sorted(trained, reverse=True)
     optimizer = train(model, rank)
-    train_plain(reference, world_size)
-    assert_same(full_state(model), dict(reference.state_dict()))
+    train(reference, rank)
+    assert list(full_state(model)) == list(reference.state_dict())
+    assert_same(full_state(model), reference.state_dict())
     names = {name for name, param in reference.named_parameters() if param.requires_grad}
     state = FSDP.optim_state_dict(model, optimizer)
     assert set(state["state"]) == names
@@ -285,7 +225,7 @@ def test_parameters_of_segments_are_listed_once(use_orig_params: bool) -> None:
     names = [name for name, _ in model.named_parameters()]
     assert len(names) == len(set(names))
     flat = {id(handle.flat_param) for handle in model._all_handles}
-    assert len(flat) == 1 + 3 * NUM_FLAT["quantised"]
+    assert len(flat) == 1 + 3 * KINDS["quantised"][1]
     assert model.blocks[0]._flat_param is model.blocks[0].params[0]
     assert model.blocks[0]._flat_param.requires_grad
     assert len(FSDP.fsdp_modules(model)) == 4
@@ -295,17 +235,14 @@ def test_parameters_of_segments_are_listed_once(use_orig_params: bool) -> None:
 
 @both_views
 @on_ranks(2)
-def test_segments_train_on_after_casts(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_segments_train_on_after_casts(rank: int, use_orig_params: bool) -> None:
     model, reference = wrapped("quantised", use_orig_params), plain("quantised")
-    train(model, rank)
-    train_plain(reference, world_size)
-    model.half()
-    model.float()
-    reference.half()
-    reference.float()
-    train(model, rank, start=3)
-    train_plain(reference, world_size, start=3)
-    assert_same(full_state(model), dict(reference.state_dict()))
+    for one in (model, reference):
+        train(one, rank)
+        one.half()
+        one.float()
+        train(one, rank, start=3)
+    assert_same(full_state(model), reference.state_dict())
 
 
 @on_ranks(2)

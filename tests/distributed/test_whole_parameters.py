@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from fsdp_c.optim import WholeParameters, whole_parameters
 from fsdp_c.optim.whole_parameters import BUCKET_NBYTES
 from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.distributed.test_hybrid import groups
+from tests.parity.engine import different_paths
 from tests.ranks import both_views, device, on_ranks, pool
 from tests.training import assert_same
 
@@ -376,14 +378,7 @@ def same_state(saved: dict[str, Any], expected: list[Optimizer], plain: nn.Modul
     names = {param: name for name, param in plain.named_parameters()}
     for one in expected:
         for param, state in one.state.items():
-            assert set(saved[names[param]]) == set(state)
-            for key, value in state.items():
-                ours, spec = tree_flatten(saved[names[param]][key])
-                theirs, wanted = tree_flatten(value)
-                assert spec == wanted, (names[param], key)
-                for left, right in zip(ours, theirs, strict=True):
-                    is_tensor = isinstance(right, torch.Tensor)
-                    assert torch.equal(left, right.cpu()) if is_tensor else left == right, (names[param], key)
+            assert not different_paths(state, saved[names[param]], names[param])
 
 
 def decayed_or_factored(named: Named) -> list[Optimizer]:
@@ -537,18 +532,9 @@ def test_state_moves_to_other_owners(rank: int, rank0_only: bool) -> None:
     resumed.load_state_dict(FSDP.optim_state_dict_to_load(other, resumed, saved))
     for one in (model, other):
         FSDP.set_state_dict_type(one, StateDictType.FULL_STATE_DICT)
-    expected = FSDP.optim_state_dict(model, optimizer)["state"]
-    found = FSDP.optim_state_dict(other, resumed)["state"]
-    ours, spec = tree_flatten(found)
-    theirs, wanted = tree_flatten(expected)
-    assert spec == wanted and all(
-        map(torch.equal, *([as_tensor(x) for x in side] for side in (ours, theirs)))
-    )
+    expected, found = FSDP.optim_state_dict(model, optimizer), FSDP.optim_state_dict(other, resumed)
+    assert expected["state"] and not different_paths(expected["state"], found["state"])
     train(other, [resumed], range(2, 3))
-
-
-def as_tensor(value: Any) -> torch.Tensor:
-    return torch.as_tensor(-1.0 if value is None else value)
 
 
 def swapped_owners(model: FSDP) -> WholeParameters:
@@ -560,11 +546,8 @@ def swapped_owners(model: FSDP) -> WholeParameters:
         for whole in wholes:
             whole.owner = (1 - whole.owner[0], 0)
 
-    whole_parameters._choose_owners = swapped
-    try:
+    with mock.patch.object(whole_parameters, "_choose_owners", swapped):
         return WholeParameters(model, FACTORIES["factored"])
-    finally:
-        whole_parameters._choose_owners = choose
 
 
 # ----------------------------------------------------------------- mistakes
