@@ -70,8 +70,9 @@ def warned(step: Callable[[], Any]) -> list[str]:
     return [str(one.message) for one in found]
 
 
-def train(model: nn.Module, x: Tensor | None = None) -> None:
-    model(torch.ones(2, WIDTH) if x is None else x).sum().backward()
+def train(model: nn.Module, steps: int = 1) -> None:
+    for _ in range(steps):
+        model(torch.ones(2, WIDTH)).sum().backward()
 
 
 @both_views
@@ -134,8 +135,7 @@ def with_an_input_that_requires_gradients() -> None:
 
 
 def check_gradients(model: Any) -> None:
-    train(model)
-    train(model)
+    train(model, steps=2)
     with FSDP.summon_full_params(model, with_grads=True):
         assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
@@ -146,16 +146,14 @@ def in_a_checkpoint_around_units() -> None:
     net.embedding.requires_grad_(True)
     model = per_block(net)
     net.stages = Checkpointed(*net.stages)
-    train(model)
-    train(model)
+    train(model, steps=2)
 
 
 def evaluated_before_training() -> None:
     model = per_block(Net())
     with torch.no_grad():
         model(torch.ones(2, WIDTH))
-    train(model)
-    train(model)
+    train(model, steps=2)
 
 
 def in_another_backward_of_the_same_forward() -> None:
@@ -186,16 +184,14 @@ def under_no_grad() -> None:
             return first(x)
 
     net.blocks[0].forward = without_gradients
-    train(model)
-    train(model)
+    train(model, steps=2)
 
 
 def unused() -> None:
     net = Net()
     model = per_block(net)
     net.skip = frozenset({1})
-    train(model)
-    train(model)
+    train(model, steps=2)
 
 
 def frozen() -> None:
@@ -203,15 +199,13 @@ def frozen() -> None:
     net.blocks[0].requires_grad_(False)
     net.inp.requires_grad_(False)
     model = per_block(net)
-    train(model)
-    train(model)
+    train(model, steps=2)
 
 
 def evaluated() -> None:
     model = per_block(Stages())
     model.eval()
-    train(model)
-    train(model)
+    train(model, steps=2)
 
 
 def sampled_before_training() -> None:

@@ -3,7 +3,9 @@ gradients."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import random
 import warnings
 from typing import Any, NamedTuple
@@ -18,16 +20,17 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_c
 import fsdp_c.checkpoint
-from fsdp_c import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_c import BackwardPrefetch, CPUOffload, MixedPrecision
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding.optional import is_marked
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.distributed.test_collectives import calls, counted
-from tests.ranks import device, on_ranks
+from tests.models import WIDTH
+from tests.ranks import all_strategies, device, on_ranks
 from tests.storage import HELD_BACK, live_nbytes, live_nbytes_after_a_failure, settled_nbytes
-from tests.training import debug_level
+from tests.training import batch, debug_level, wrap
 
-WIDTH, HIDDEN, EXPERTS, LAYERS = 5, 7, 3, 2
+HIDDEN, EXPERTS, LAYERS = 7, 3, 2
 TIMEOUT_S = 150
 
 
@@ -141,16 +144,16 @@ class Run:
     """Some random steps. Experts and the encoder are optional units, or parts of the units around them."""
 
     def __init__(
-        self, seed: int, rank: int, optional: bool, strategy: ShardingStrategy, in_double: bool, mesh: Any
+        self, seed: int, rank: int, optional: bool, strategy: str, in_double: bool, mesh: Any
     ) -> None:
         choose = random.Random(seed)
         use_orig_params = choose.random() < 0.6
         # in float64 sums may be in another order: a unit runs several times in a forward, or four ranks add up
         self.in_double = in_double or choose.random() < 0.25
         self.dtype = torch.float64 if self.in_double else torch.float32
-        offloads = strategy is not ShardingStrategy.NO_SHARD and choose.random() < 0.25
+        offloads = strategy != "NO_SHARD" and choose.random() < 0.25
         wrapping: dict[str, Any] = {
-            "sharding_strategy": strategy,
+            "strategy": strategy,
             "device_mesh": mesh,
             "mixed_precision": None if self.in_double else choose.choice(list(PRECISIONS.values())),
             "backward_prefetch": choose.choice([*BackwardPrefetch, None]),
@@ -174,10 +177,9 @@ class Run:
             param.requires_grad_(frozen is None or frozen not in name)
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("FSDP_USE_FULL_PREC_IN_EVAL", str(int(full_precision_in_eval)))
-            self.model = FSDP(
+            self.model = wrap(
                 mark(net) if optional else net,
                 auto_wrap_policy=ModuleWrapPolicy({Layer, Expert, Encoder} if optional else {Layer}),
-                device_id=device(),
                 use_orig_params=use_orig_params or not optional,
                 **wrapping,
             )
@@ -234,9 +236,7 @@ class Run:
                 self.record(f"{name} after {kind}", param)
 
 
-def check(
-    seed: int, rank: int, strategy: ShardingStrategy, in_double: bool = False, mesh: Any = None
-) -> None:
+def check(seed: int, rank: int, strategy: str, in_double: bool = False, mesh: Any = None) -> None:
     """Assert the bits of a model without optional units, where unused parameters of a unit get zeros."""
     runs = [Run(seed, rank, optional, strategy, in_double, mesh) for optional in (True, False)]
     for run in runs:
@@ -249,31 +249,21 @@ def check(
         assert torch.allclose(value, expected[label], rtol=rtol, atol=1e-2 * rtol), f"seed {seed}: {label}"
 
 
-TWO_RANKS = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
-FOUR_RANKS = [
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.HYBRID_SHARD,
-    ShardingStrategy._HYBRID_SHARD_ZERO2,
-]
-
-
 @pytest.mark.parametrize("part", range(2))
-@pytest.mark.parametrize("strategy", TWO_RANKS, ids=lambda strategy: strategy.name)
+@all_strategies
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_random_programs_have_the_values_of_zeros_from_ranks_that_skip(
-    rank: int, strategy: ShardingStrategy, part: int
+    rank: int, strategy: str, part: int
 ) -> None:
     for seed in range(12 * part, 12 * part + 12):
         check(seed, rank, strategy)
 
 
-@pytest.mark.parametrize("strategy", FOUR_RANKS, ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @on_ranks(4, timeout_s=TIMEOUT_S)
-def test_random_programs_on_four_ranks(rank: int, strategy: ShardingStrategy) -> None:
-    is_hybrid = strategy is not ShardingStrategy.FULL_SHARD
-    mesh = (
-        init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard")) if is_hybrid else None
-    )
+def test_random_programs_on_four_ranks(rank: int, strategy: str) -> None:
+    is_hybrid = strategy != "FULL_SHARD"
+    mesh = init_device_mesh(device().type, (2, 2)) if is_hybrid else None
     for seed in range(6):
         check(seed, rank, strategy, in_double=not is_hybrid, mesh=mesh)
 
@@ -281,21 +271,9 @@ def test_random_programs_on_four_ranks(rank: int, strategy: ShardingStrategy) ->
 # ----------------------------------------------------------------- beside an unsharded model
 
 
-def optional_model(use_orig_params: bool = True, **wrapping: Any) -> FSDP:
+def optional_model(**wrapping: Any) -> Any:
     torch.manual_seed(0)
-    return FSDP(
-        mark(Model()),
-        auto_wrap_policy=ModuleWrapPolicy({Layer, Expert, Encoder}),
-        device_id=device(),
-        use_orig_params=use_orig_params,
-        **wrapping,
-    )
-
-
-def batch(rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator("cpu").manual_seed(rank), device="cpu").to(
-        device()
-    )
+    return wrap(mark(Model()), auto_wrap_policy=ModuleWrapPolicy({Layer, Expert, Encoder}), **wrapping)
 
 
 NOTHING = Program(0, [[]] * LAYERS)
@@ -332,7 +310,7 @@ def test_optional_units_are_all_gathered_and_reduced_with_their_parent(rank: int
     torch.manual_seed(0)
     layer = Layer(None, False)
     fsdp_c.optional(layer.experts)
-    model = FSDP(layer, auto_wrap_policy=ModuleWrapPolicy({Expert}), device_id=device(), use_orig_params=True)
+    model = wrap(layer, auto_wrap_policy=ModuleWrapPolicy({Expert}))
     sizes = {unit._handle.layout.padded_numel for unit in FSDP.fsdp_modules(model)[1:]}
     (expert,), around = sizes, model._handle.layout.padded_numel
     with calls() as seen:
@@ -343,7 +321,7 @@ def test_optional_units_are_all_gathered_and_reduced_with_their_parent(rank: int
 
 @on_ranks(2)
 def test_optional_units_stay_unsharded_under_shard_grad_op(rank: int) -> None:
-    model = optional_model(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    model = optional_model(strategy="SHARD_GRAD_OP")
     units = len(FSDP.fsdp_modules(model))
     for program in (SOME, NOTHING):
         with calls() as seen:
@@ -390,12 +368,7 @@ def test_a_unit_may_return_the_output_of_an_optional_unit_unchanged(rank: int) -
     grads = []
     for kinds in ({Switch, nn.Sequential, Expert}, {Switch}):
         torch.manual_seed(0)
-        model = FSDP(
-            Switch(),
-            auto_wrap_policy=ModuleWrapPolicy(kinds),
-            device_id=device(),
-            use_orig_params=True,
-        )
+        model = wrap(Switch(), auto_wrap_policy=ModuleWrapPolicy(kinds))
         for step in range(3):
             model(batch(rank), (rank + step) % 2).square().mean().backward()
         with FSDP.summon_full_params(model, with_grads=True):
@@ -474,20 +447,17 @@ def test_an_expert_that_raises_may_be_left_out(rank: int) -> None:
         if raises:
             expert.module.register_forward_hook(raise_refused)
         layer = model.module.layers[0].module
-        run = layer.run_expert
-        layer.run_expert = lambda index, x, run=run, raises=raises: run_or_zeros(run, index, x, raises)
+        layer.run_expert = functools.partial(run_or_zeros, layer.run_expert, raises)
         model(batch(rank), Program(0, [[2, 1, 0], []])).square().mean().backward()
         grads.append([unit._flat_param.grad for unit in FSDP.fsdp_modules(model)])
     assert all(torch.equal(*each) for each in zip(*grads, strict=True))
 
 
-def run_or_zeros(run: Any, index: int, x: Tensor, raises: bool) -> Tensor:
-    if index == 1 and not raises:
-        return torch.zeros_like(x)
-    try:
-        return run(index, x)
-    except Refused:
-        return torch.zeros_like(x)
+def run_or_zeros(run: Any, raises: bool, index: int, x: Tensor) -> Tensor:
+    with contextlib.suppress(Refused):
+        if index != 1 or raises:
+            return run(index, x)
+    return torch.zeros_like(x)
 
 
 class Refused(Exception):
@@ -520,7 +490,7 @@ def test_after_an_exception_nothing_is_gathered_and_steps_go_on(rank: int, regis
 
 @on_ranks(2)
 def test_the_outermost_unit_cannot_be_optional(rank: int) -> None:
-    model = FSDP(fsdp_c.optional(Expert()), device_id=device())
+    model = wrap(fsdp_c.optional(Expert()))
     with pytest.raises(
         ValueError, match=rf"outermost unit, Expert on rank {rank}, is marked by fsdp_c.optional"
     ):
@@ -528,12 +498,9 @@ def test_the_outermost_unit_cannot_be_optional(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_unit_is_marked_before_it_is_wrapped() -> None:
+def test_only_modules_are_marked_and_before_they_are_wrapped() -> None:
     with pytest.raises(ValueError, match="Expert is wrapped already: mark it"):
-        fsdp_c.optional(FSDP(Expert(), device_id=device()))
-
-
-def test_only_modules_are_marked() -> None:
+        fsdp_c.optional(wrap(Expert()))
     with pytest.raises(TypeError, match=r"expected an nn.Module but got list"):
         fsdp_c.optional([Expert()])  # type: ignore[type-var]
 
@@ -551,7 +518,7 @@ def test_ranks_that_mark_different_modules_optional_are_refused(rank: int) -> No
     net = Model()
     if rank == 0:
         fsdp_c.optional(net.layers[1].experts[0])
-    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Expert}), device_id=device())
+    model = wrap(net, auto_wrap_policy=ModuleWrapPolicy({Expert}))
     with pytest.raises(RuntimeError, match=r"(?s)layers.1.experts.0.*optional.*True.*False"):
         model(batch(rank), EVERYTHING)
 

@@ -14,21 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffload,
-    MixedPrecision,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import split_frozen
+from tests import training
 from tests.distributed.test_collectives import calls, counted
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.storage import live_nbytes, settled_nbytes
+from tests.training import SHARDED
 
 WIDTH = 6
 LARGE = 420  # a unit of more than 1 MiB
@@ -56,12 +52,8 @@ class Net(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.a, self.b, self.scale, self.head = (
-            Block(width, width),
-            Block(width, width),
-            Scale(),
-            nn.Linear(width, 3),
-        )
+        self.a, self.b = (Block(width, width) for _ in range(2))
+        self.scale, self.head = Scale(), nn.Linear(width, 3)
 
     def forward(self, x: Tensor, skip: bool = False) -> Tensor:
         x = torch.tanh(self.a(x))
@@ -74,9 +66,8 @@ def plain(width: int = WIDTH) -> Net:
 
 
 def wrap(module: nn.Module, strategy: str = "SHARD_GRAD_OP", **arguments: Any) -> FSDP:
-    arguments = {"use_orig_params": True, "device_id": device()} | arguments
     policy = ModuleWrapPolicy({Block, Scale})
-    return FSDP(module, auto_wrap_policy=policy, sharding_strategy=ShardingStrategy[strategy], **arguments)
+    return training.wrap(module, strategy=strategy, auto_wrap_policy=policy, **arguments)
 
 
 def batch(index: int = 0, width: int = WIDTH) -> Tensor:
@@ -151,9 +142,8 @@ def scale_kept_data(trainer: Trainer) -> None:
 
 
 def load(trainer: Trainer) -> None:
-    trainer.model.load_state_dict(
-        {name: value * 1.5 for name, value in plain(trainer.width).state_dict().items()}
-    )
+    state = plain(trainer.width).state_dict()
+    trainer.model.load_state_dict({name: value * 1.5 for name, value in state.items()})
 
 
 def summon(trainer: Trainer) -> None:
@@ -164,16 +154,8 @@ def summon(trainer: Trainer) -> None:
 
 
 Change = Callable[[Trainer], None]
-CHANGES: list[Change] = [
-    step,
-    step_by_hand,
-    scale_shown,
-    scale_shown_data,
-    scale_kept,
-    scale_kept_data,
-    load,
-    summon,
-]
+CHANGES: tuple[Change, ...] = (step, step_by_hand, scale_shown, scale_shown_data, scale_kept, scale_kept_data)
+CHANGES += (load, summon)
 
 
 def both(width: int = WIDTH, **arguments: Any) -> tuple[Trainer, Trainer]:
@@ -241,14 +223,9 @@ def test_unused_prefetched_units_are_freed_with_their_forward(
             trainer.model(batch(), skip=True)
         if not grad and trainer is trainers[0]:
             assert live_nbytes() == base
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
+        step(trainer)
         trainer.train()
     check(trainers[0].model, trainers[1].model)
-
-
-# ----------------------------------------------------------------- collectives, several forwards, one
-# backward
 
 
 @strategies
@@ -269,18 +246,15 @@ def test_a_second_forward_before_the_backward_gathers_each_unit_once(
     check(trainers[0].model, trainers[1].model)
 
 
-# ----------------------------------------------------------------- whole parameters between forward and
-# backward
+# ----------------------------------------------------------------- between forward and backward
 
 
 def totals(model: FSDP) -> list[float]:
     """The sum of all values of a full and of a sharded state dict."""
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()):
+    with FSDP.state_dict_type(model, SHARDED):
         sharded = model.state_dict()
-    parts = [
-        shard.tensor.double().abs().sum() for value in sharded.values() for shard in value.local_shards()
-    ]
-    local = torch.stack([torch.zeros((), dtype=torch.float64, device=device()), *parts]).sum()
+    parts = [shard.tensor for value in sharded.values() for shard in value.local_shards()]
+    local = sum((part.abs().sum() for part in parts), torch.zeros((), dtype=torch.float64, device=device()))
     dist.all_reduce(local)
     return [float(sum(value.abs().sum() for value in full(model).values())), float(local)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
 from typing import Any
 from unittest import mock
 
@@ -28,7 +27,7 @@ from tests.distributed.test_state_dict import train, wrap
 from tests.models import Net
 from tests.parity.engine import same_bits
 from tests.ranks import both_views, device, on_ranks
-from tests.training import FULL, LOCAL, SHARDED
+from tests.training import FULL, LOCAL, SHARDED, assert_same
 
 both_forms = pytest.mark.parametrize("mesh", [False, True])
 
@@ -93,38 +92,35 @@ def assert_same_value(name: Any, expected: Any, actual: Any) -> None:
         assert [shard.metadata for shard in ours] == [shard.metadata for shard in theirs], name
         assert all(same_bits(a.tensor, b.tensor) for a, b in zip(ours, theirs, strict=True)), name
     elif isinstance(expected, DTensor):
-        assert (expected.placements, expected.shape, expected.stride()) == (
-            actual.placements,
-            actual.shape,
-            actual.stride(),
-        ), name
+        assert (expected.placements, expected.shape) == (actual.placements, actual.shape), name
+        assert expected.stride() == actual.stride(), name
         assert same_bits(expected.to_local(), actual.to_local()), name
     else:
         assert same_bits(expected, actual), name
 
 
 def assert_same_full(expected: Any, actual: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        left, right = saved(expected, FULL), saved(actual, FULL)
-    assert sorted(left) == sorted(right)
-    assert [name for name in left if not same_bits(left[name], right[name])] == []
+    assert_same(saved(expected, FULL), saved(actual, FULL))
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@both_forms
+@pytest.mark.parametrize("mesh", [False, True, "hybrid"])
 @both_views
 @on_ranks(4)
 def test_sharded_values_and_their_metadata_equal_torchs(rank, use_orig_params, mesh, offload):
-    states = []
+    states, options = [], {"mesh": mesh}
+    if mesh == "hybrid":
+        grid = init_device_mesh(device().type, (2, 2))
+        options = {"device_mesh": grid, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     for which in ("torch", "fsdp_c"):
-        model = wrap(odd() if mesh else contiguous(), use_orig_params, which, mesh)
+        model = wrap(odd() if mesh else contiguous(), use_orig_params, which, **options)
         train(model, rank)
         states.append(saved(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=offload)))
     torchs, ours = states
     assert sorted(ours) == sorted(torchs)
     for name in torchs:
         assert_same_value(name, torchs[name], ours[name])
+    load(model, SHARDED, torchs)
 
 
 @both_forms
@@ -179,18 +175,6 @@ def test_transposed_parameter_is_saved_in_rows(rank):
     assert torch.equal(saved(model, FULL)["weight"], expected)
 
 
-@on_ranks(4)
-def test_hybrid_mesh_gives_replicated_rows():
-    mesh = init_device_mesh(device().type, (2, 2))
-    states = []
-    for which in ("torch", "fsdp_c"):
-        model = wrap(odd(), True, which, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-        states.append(saved(model, SHARDED))
-    for name in states[0]:
-        assert_same_value(name, states[0][name], states[1][name])
-    load(model, SHARDED, states[0])
-
-
 @on_ranks(2)
 def test_inner_unit_saves_and_loads_on_its_own():
     model, other = wrap(odd(0), True), wrap(odd(1), True)
@@ -238,8 +222,7 @@ def test_values_that_one_rank_lacks_are_refused_on_all_ranks(rank, use_orig_para
         del state["vector"]
     with pytest.raises(ValueError, match=r"vector, torch.float32, is on ranks \[0\] only of \[0, 1\]"):
         load(target, SHARDED, state)
-    after = saved(target, FULL)
-    assert [name for name in before if not same_bits(before[name], after[name])] == []
+    assert_same(before, saved(target, FULL))
 
 
 @both_views
@@ -258,8 +241,7 @@ def test_wrong_value_is_named_and_nothing_is_loaded(use_orig_params):
         AssertionError, match="Expected ShardedTensor, got .* for vector in a sharded state dict"
     ):
         load(target, SHARDED, plain)
-    after = saved(target, FULL)
-    assert [name for name in before if not same_bits(before[name], after[name])] == []
+    assert_same(before, saved(target, FULL))
 
 
 @on_ranks(2)
@@ -355,9 +337,8 @@ def test_dcp_checkpoint_is_exchanged_and_resharded(rank, mesh, direction, tmp_pa
     expected = saved(source, FULL)
     options: dict[str, Any] = {}
     if mesh:
-        options["device_mesh"] = init_device_mesh(device().type, (2, 2), mesh_dim_names=("copy", "shard"))[
-            "shard"
-        ]
+        grid = init_device_mesh(device().type, (2, 2), mesh_dim_names=("copy", "shard"))
+        options["device_mesh"] = grid["shard"]
     else:
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         options["process_group"] = groups[rank // 2]
@@ -365,8 +346,7 @@ def test_dcp_checkpoint_is_exchanged_and_resharded(rank, mesh, direction, tmp_pa
     state = saved(target, SHARDED)
     dcp.load(state, checkpoint_id=path)
     load(target, SHARDED, state)
-    found = saved(target, FULL)
-    assert [name for name in expected if not same_bits(expected[name], found[name])] == []
+    assert_same(expected, saved(target, FULL))
 
 
 @both_views
@@ -377,8 +357,7 @@ def test_rows_divided_over_all_ranks_load_where_units_shard_over_some(rank, use_
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     target = wrap(contiguous(1), use_orig_params, process_group=groups[rank // 2])
     load(target, SHARDED, saved(source, SHARDED))
-    expected, found = saved(source, FULL), saved(target, FULL)
-    assert [name for name in expected if not same_bits(expected[name], found[name])] == []
+    assert_same_full(source, target)
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests import training
+from tests.errors import collected
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation
 from tests.ranks import all_strategies, both_views, device, on_ranks
@@ -81,7 +83,10 @@ def test_dict_loads_into_every_implementation(source: str, target: str, use_orig
 @on_ranks(2)
 def test_values_own_their_memory(rank: int, strategy: str, use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params, sharding_strategy=strategy)
-    saved = model.state_dict(keep_vars=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if strategy != "NO_SHARD" else "ignore")
+        saved = model.state_dict(keep_vars=True)
+        model.load_state_dict(saved)
     before = {key: value.clone() for key, value in saved.items()}
     train(model, rank)
     assert_same(before, saved)
@@ -408,31 +413,11 @@ def test_failed_save_leaves_the_model_as_it_was() -> None:
 
 
 @on_ranks(2)
-def test_saving_warns_of_nothing_when_sharded() -> None:
-    model = wrap(plain())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        saved = model.state_dict()
-        keys = model.load_state_dict(saved)
-    assert saved.keys() == plain().state_dict().keys() and keys.missing_keys == keys.unexpected_keys == []
-
-
-@on_ranks(2)
 def test_saved_entries_are_logged_at_info() -> None:
-    import logging
-
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("fsdp_c.state.state_dict")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with collected(logger.name) as found, mock.patch.object(logger, "isEnabledFor", lambda level: True):
         state = wrap(plain()).state_dict()
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
+    records = [one.text for one in found if one.kind is logging.LogRecord]
     assert len(records) == len(state)
     assert any(text.startswith("inp.weight: shape=(") for text in records)
 
@@ -440,33 +425,29 @@ def test_saved_entries_are_logged_at_info() -> None:
 # ----------------------------------------------------------------- versions of modules
 
 
-class Versioned(nn.Linear):
+class Versioned(nn.Module):
     """Records the version of its entry in a loaded dict."""
-
-    _version = 3
-    seen = -1
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
         self.seen = local_metadata.get("version")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
 
-class Tower(nn.Module):
+class Layer(Versioned, nn.Linear):
+    _version = 3
+
+
+class Tower(Versioned):
     _version = 2
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(
-            nn.Sequential(Versioned(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), Versioned(WIDTH, 1)
-        )
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
-        self.seen = local_metadata.get("version")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        inner = nn.Sequential(Layer(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        self.blocks = nn.Sequential(inner, Layer(WIDTH, 1))
 
 
 def versions_seen(model: nn.Module) -> list[int]:
-    return [module.seen for module in model.modules() if isinstance(module, (Tower, Versioned))]
+    return [module.seen for module in model.modules() if isinstance(module, Versioned)]
 
 
 @pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL])
@@ -476,7 +457,7 @@ def test_modules_see_the_version_that_their_dict_was_saved_with(
     use_orig_params: bool, kind: StateDictType
 ) -> None:
     def wrapped(which: str = "fsdp_c") -> Any:
-        policy = ModuleWrapPolicy({nn.Sequential, Versioned})
+        policy = ModuleWrapPolicy({nn.Sequential, Layer})
         model = wrap(Tower(), use_orig_params, which, auto_wrap_policy=policy)
         type(model).set_state_dict_type(model, kind)
         return model
