@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -29,6 +31,33 @@ def output_of_python(
     done = run_python(*arguments, cwd=cwd, timeout_s=timeout_s, **variables)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return done.stdout
+
+
+def run_ranks(
+    world_size: int, *arguments: str | Path, timeout_s: float = 600.0, **variables: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run Python once for each rank, with the rank as the last argument. Processes they leave are killed."""
+    command, environment = [sys.executable, *map(str, arguments)], os.environ | variables
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        texts = [rank.communicate(timeout=timeout_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+    done = zip(ranks, texts, strict=True)
+    return [subprocess.CompletedProcess(rank.args, rank.returncode, *text) for rank, text in done]
 
 
 def as_nobody(work: Callable[[], None]) -> None:

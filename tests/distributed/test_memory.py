@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision
 
+from fsdp_c import _C
 from tests.models import EqualBlocks
-from tests.ranks import both_views, device, on_ranks
+from tests.ranks import both_views, on_ranks
 from tests.storage import HELD_BACK, live_nbytes, settled_nbytes
 from tests.training import wrap
 
@@ -33,21 +34,18 @@ class Meter:
     """Live and peak storage in units, without the storage of this process' other models."""
 
     def __init__(self, element_nbytes: int = FP32_NBYTES) -> None:
-        from fsdp_c import _C
-
-        self._native = _C
         self._base = settled_nbytes()
         self._unit = UNIT_NUMEL * element_nbytes
         self.reset()
 
     def reset(self) -> None:
-        self._native.peak_unsharded_nbytes(reset=True)
+        _C.peak_unsharded_nbytes(reset=True)
 
     def live(self) -> float:
         return (live_nbytes() - self._base) / self._unit
 
     def peak(self) -> float:
-        return (self._native.peak_unsharded_nbytes() - self._base) / self._unit
+        return (_C.peak_unsharded_nbytes() - self._base) / self._unit
 
 
 def build(strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
@@ -58,8 +56,7 @@ def build(strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
     return unit(model)
 
 
-def batch() -> torch.Tensor:
-    return torch.ones(2, WIDTH)
+BATCH = torch.ones(2, WIDTH)
 
 
 @both_views
@@ -100,36 +97,13 @@ def test_a_step_holds_no_more_units_than_its_strategy_allows(case: str, use_orig
     model = build(case.split("-")[0], use_orig_params=use_orig_params, **options)
     for step in range(3):
         meter.reset()
-        loss = model(batch()).sum()
+        loss = model(BATCH).sum()
         found = [(meter.peak(), meter.live())]
         meter.reset()
         loss.backward()
         found.append((meter.peak(), meter.live()))
         if step:  # the first step records the order, after the pool has reserved memory for some units
             assert found == [after_forward, after_backward]
-
-
-@both_views
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@on_ranks(2)
-def test_forward_without_gradients_leaves_nothing_gathered(strategy: str, use_orig_params: bool) -> None:
-    meter = Meter()
-    model = build(strategy, use_orig_params=use_orig_params)
-    with torch.no_grad():
-        model(batch())
-    assert meter.live() == 0
-
-
-@both_views
-@on_ranks(2)
-def test_summon_full_params_holds_everything_and_gives_it_back(use_orig_params: bool) -> None:
-    meter = Meter()
-    model = build(use_orig_params=use_orig_params)
-    for _ in range(2):
-        with type(model).summon_full_params(model):
-            assert meter.live() == ALL
-        assert meter.live() == 0
-        model(batch()).sum().backward()
 
 
 @both_views
@@ -141,7 +115,7 @@ def test_a_dropped_model_that_knows_itself_gives_its_storage_back(use_orig_param
     meter = Meter()
     model = build("SHARD_GRAD_OP", use_orig_params=use_orig_params)
     model.module.__dict__["wrapper"] = model
-    output = model(batch())
+    output = model(BATCH)
     assert meter.live() == ALL
     del model, output
     gc.collect()
@@ -150,12 +124,10 @@ def test_a_dropped_model_that_knows_itself_gives_its_storage_back(use_orig_param
 
 @on_ranks(2)
 def test_backward_of_a_freed_model_is_refused() -> None:
-    from fsdp_c import FullyShardedDataParallel
-
-    model = FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), device_id=device())
+    model = wrap(nn.Linear(WIDTH, WIDTH))
     model.module.register_forward_hook(lambda module, args, output: NOT_SEARCHED.append(output))
     model.module.register_forward_hook(lambda module, args, output: lambda: NOT_SEARCHED.pop())
-    output = model(batch())
+    output = model(BATCH)
     del model
     gc.collect()
     with pytest.raises(RuntimeError, match="that was freed: keep the model until its backward has run"):
@@ -166,12 +138,11 @@ def test_backward_of_a_freed_model_is_refused() -> None:
 @on_ranks(2)
 def test_module_in_the_dtype_of_computation_has_no_low_precision_copy(use_orig_params: bool) -> None:
     """The module computes in the shard itself under NO_SHARD."""
-    low = MixedPrecision(param_dtype=torch.bfloat16)
     net = EqualBlocks(BLOCKS, WIDTH).bfloat16()
-    model = wrap(net, strategy="NO_SHARD", use_orig_params=use_orig_params, mixed_precision=low)
+    model = wrap(net, strategy="NO_SHARD", use_orig_params=use_orig_params, mixed_precision=LOW)
     shard = model._flat_param.untyped_storage().data_ptr()
     inside: list[bool] = []
     layer = model.module.inp
     layer.register_forward_hook(lambda *_: inside.append(layer.weight.untyped_storage().data_ptr() == shard))
-    model(batch()).float().square().mean().backward()
+    model(BATCH).float().square().mean().backward()
     assert inside == [True] and model._flat_param.untyped_storage().data_ptr() == shard

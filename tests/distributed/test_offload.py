@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload
 
 from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.distributed.test_use_orig_params import backward
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.training import batch, sharded
-
-
-def build(offload: bool, strategy: str = "FULL_SHARD", use_orig_params: bool = True, **arguments: Any) -> Any:
-    offloading = {"use_orig_params": use_orig_params, "cpu_offload": CPUOffload(offload_params=offload)}
-    return sharded("fsdp_c", strategy, **offloading, **arguments)
-
-
-def backward(model: nn.Module, step: int, rank: int, index: int = 0) -> None:
-    model(batch(rank, 10 * step + index)).float().square().mean().backward()
-
-
-def grads(model: nn.Module) -> dict[str, Tensor]:
-    return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
-
-
-def params(model: nn.Module) -> dict[str, Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 @both_views
@@ -37,11 +18,11 @@ def params(model: nn.Module) -> dict[str, Tensor]:
 def test_parameters_gradients_and_optimizer_state_are_on_the_cpu(
     rank: int, strategy: str, use_orig_params: bool
 ) -> None:
-    model = build(True, strategy, use_orig_params)
+    model = sharded("fsdp_c", strategy, use_orig_params=use_orig_params, cpu_offload=CPUOffload(True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     backward(model, 0, rank)
     optimizer.step()
-    tensors = [*params(model).values(), *grads(model).values()]
+    tensors = [*model.parameters(), *(param.grad for param in model.parameters() if param.grad is not None)]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     assert {tensor.device.type for tensor in tensors} == {"cpu"}
     assert model._handle._offload_params and model.cpu_offload.offload_params
@@ -53,7 +34,7 @@ def test_parameters_gradients_and_optimizer_state_are_on_the_cpu(
 def test_units_that_are_not_sharded_are_summoned_to_where_they_compute(
     rank: int, use_orig_params: bool, writeback: bool
 ) -> None:
-    model = build(True, "NO_SHARD", use_orig_params)
+    model = sharded("fsdp_c", "NO_SHARD", use_orig_params=use_orig_params, cpu_offload=CPUOffload(True))
     backward(model, 0, rank)
     with torch.no_grad():
         expected = model(batch(rank, 10))

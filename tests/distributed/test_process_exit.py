@@ -6,17 +6,13 @@ csrc/collective/collective.h.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import run_ranks
+
 LIMIT_S = 240
 
 SCRIPT = """
@@ -25,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-rank, file, what = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+file, what, rank = sys.argv[1], sys.argv[2].split(), int(sys.argv[3])
 cpu = torch.device("cpu")
 
 
@@ -90,39 +86,16 @@ if "fork" in what:
 """
 
 
-class End(NamedTuple):
-    returncode: int
-    output: str
-    errors: str
+Ends = list[subprocess.CompletedProcess[str]]
 
 
-def run(folder: Path, *what: str) -> list[End]:
+def run(folder: Path, *what: str) -> Ends:
     """Run SCRIPT on two ranks to the end."""
     folder.mkdir(exist_ok=True)
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(folder / "store"), *what],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # a child of it must not outlive the test
-        )
-        for rank in range(2)
-    ]
-    try:
-        texts = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
-    return [End(rank.returncode, *text) for rank, text in zip(ranks, texts, strict=True)]
+    return run_ranks(2, "-c", SCRIPT, folder / "store", " ".join(what), timeout_s=LIMIT_S)
 
 
-def assert_ended_well(ends: list[End]) -> None:
+def assert_ended_well(ends: Ends) -> None:
     for rank, end in enumerate(ends):
         assert end.returncode == 0, f"rank {rank}: {end}"
 
@@ -135,10 +108,10 @@ def test_destroyed_groups_end_their_threads_before_the_interpreter_ends(
     ends = run(tmp_path, *what)
     assert_ended_well(ends)
     for end in ends:
-        assert "group is gone: True" in end.output
-        assert "threads of gloo: 0" in end.output
-        assert "forward raises: " in end.output
-        assert "the process is ending and its process groups were destroyed" in end.output
+        assert "group is gone: True" in end.stdout
+        assert "threads of gloo: 0" in end.stdout
+        assert "forward raises: " in end.stdout
+        assert "the process is ending and its process groups were destroyed" in end.stdout
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
@@ -146,7 +119,7 @@ def test_groups_that_are_not_destroyed_serve_to_the_end(tmp_path: Path) -> None:
     ends = run(tmp_path, "keep")
     assert_ended_well(ends)
     for end in ends:
-        assert "forward works" in end.output
+        assert "forward works" in end.stdout
 
 
 @pytest.mark.timeout(3 * LIMIT_S)
@@ -159,8 +132,8 @@ def test_threads_of_groups_that_are_kept_do_not_abort_the_process(tmp_path: Path
 def test_a_rank_whose_collective_failed_ends_with_its_own_error(tmp_path: Path) -> None:
     first, _ = run(tmp_path, "fail")
     assert first.returncode == 1, first
-    assert "RuntimeError" in first.errors
-    assert "group is gone: False" in first.output  # not destroyed, because the destructor could wait
+    assert "RuntimeError" in first.stderr
+    assert "group is gone: False" in first.stdout  # not destroyed, because the destructor could wait
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
@@ -168,4 +141,4 @@ def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(tmp_path: Path
     ends = run(tmp_path, "fork")
     assert_ended_well(ends)
     for end in ends:
-        assert "child: 0" in end.output
+        assert "child: 0" in end.stdout

@@ -47,17 +47,36 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
+def assert_trains_the_same(
+    calls: list[Any], place: Any, replacements: dict[str, Any], *arguments: Any, **options: Any
+) -> None:
+    """Train with replacements that note their calls, and then without them: nothing is noted any more."""
+    expected = trained(*arguments, **options)
+    with mock.patch.multiple(place, **replacements):
+        assert_same(trained(*arguments, **options), expected)
+    count = len(calls)
+    assert_same(trained(*arguments, **options), expected)
+    assert len(calls) == count
+
+
+def around(calls: list[str]) -> Callable[[Any], None]:
+    """Return a wrapper of the original."""
+    original = FlatParamHandle.unshard
+
+    def unshard(handle: Any) -> None:
+        calls.extend([handle.name] if handle.needs_unshard() else [])
+        original(handle)
+
+    return unshard
+
+
 def in_steps(calls: list[str]) -> Callable[[Any], None]:
     """Return composer's replacement of unshard: all ranks agree that the allocation succeeded before the all-gather."""
 
     def unshard(handle: Any) -> None:
         if not handle.needs_unshard():
-            whole = (
-                handle._get_padded_unsharded_flat_param()
-                if handle.uses_sharded_strategy
-                else handle.flat_param
-            )
-            handle._use_unsharded_flat_param(whole)
+            padded = handle._get_padded_unsharded_flat_param
+            handle._use_unsharded_flat_param(padded() if handle.uses_sharded_strategy else handle.flat_param)
             return
         calls.append(handle.name)
         padded = handle._alloc_padded_unsharded_flat_param()
@@ -69,34 +88,19 @@ def in_steps(calls: list[str]) -> Callable[[Any], None]:
     return unshard
 
 
+@pytest.mark.parametrize("replacement", [in_steps, around])
 @both_views
 @all_strategies
 @on_ranks(2)
-def test_replaced_unshard_is_called_for_every_gather(rank: int, strategy: str, use_orig_params: bool) -> None:
-    expected = trained(rank, strategy, use_orig_params)
+def test_replaced_unshard_is_called_for_every_gather(
+    rank: int, strategy: str, use_orig_params: bool, replacement: Callable[..., Any]
+) -> None:
     calls: list[str] = []
-    with mock.patch.object(FlatParamHandle, "unshard", in_steps(calls)):
-        assert_same(trained(rank, strategy, use_orig_params), expected)
-    gathers = {"FULL_SHARD": 2 * UNITS - 1, "SHARD_GRAD_OP": UNITS, "NO_SHARD": 0}[
-        strategy
-    ]  # the root stays unsharded
+    replacements = {"unshard": replacement(calls)}
+    assert_trains_the_same(calls, FlatParamHandle, replacements, rank, strategy, use_orig_params)
+    # the root stays unsharded
+    gathers = {"FULL_SHARD": 2 * UNITS - 1, "SHARD_GRAD_OP": UNITS, "NO_SHARD": 0}[strategy]
     assert len(calls) == STEPS * gathers
-    assert_same(trained(rank, strategy, use_orig_params), expected)
-    assert len(calls) == STEPS * gathers
-
-
-@on_ranks(2)
-def test_unshard_that_wraps_the_original_is_called(rank: int) -> None:
-    expected, calls, original = trained(rank, "FULL_SHARD", True), [], FlatParamHandle.unshard
-
-    def unshard(handle: Any) -> None:
-        calls.append(handle.name)
-        original(handle)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FlatParamHandle, "unshard", unshard)
-        assert_same(trained(rank, "FULL_SHARD", True), expected)
-    assert len(calls) == STEPS * (2 * UNITS - 1)
 
 
 @on_ranks(2)
@@ -144,7 +148,6 @@ def test_steps_of_a_handle_take_their_arguments_by_name() -> None:
 @all_strategies
 @on_ranks(2)
 def test_replaced_reshard_is_called(rank: int, strategy: str, use_orig_params: bool, name: str) -> None:
-    expected = trained(rank, strategy, use_orig_params)
     original, calls = getattr(_runtime_utils, name), []
 
     def wrapper(state: Any, handle: Any, *rest: Any) -> None:
@@ -152,13 +155,9 @@ def test_replaced_reshard_is_called(rank: int, strategy: str, use_orig_params: b
         calls.append(handle)
         original(state, handle, *rest)
 
-    with mock.patch.object(_runtime_utils, name, wrapper):
-        assert_same(trained(rank, strategy, use_orig_params), expected)
+    assert_trains_the_same(calls, _runtime_utils, {name: wrapper}, rank, strategy, use_orig_params)
     assert len(set(calls)) == UNITS
     assert len(calls) >= STEPS * UNITS * (2 if name == "_reshard" else 1)
-    count = len(calls)
-    assert_same(trained(rank, strategy, use_orig_params), expected)
-    assert len(calls) == count
 
 
 def test_names_that_the_runtime_does_not_call_are_refused() -> None:
@@ -174,7 +173,7 @@ def test_replaced_get_handle_to_prefetch_chooses_the_prefetched_unit(rank: int, 
     options: dict[str, Any] = {"forward_prefetch": True, "backward_prefetch": None}
     if prefetch != "forward":
         options = {"backward_prefetch": BackwardPrefetch[prefetch]}
-    expected = trained(rank, "FULL_SHARD", True, **options)
+    arguments = rank, "FULL_SHARD", True
     chosen: list[tuple[str, str]] = []
     states: list[HandleTrainingState] = []
     choose, training_state = _runtime_utils._get_handle_to_prefetch, _runtime_utils._get_training_state
@@ -190,17 +189,13 @@ def test_replaced_get_handle_to_prefetch_chooses_the_prefetched_unit(rank: int, 
         states.append(training_state(handle))
         return states[-1]
 
-    with mock.patch.object(_runtime_utils, "_get_handle_to_prefetch", noting):
-        assert_same(trained(rank, "FULL_SHARD", True, **options), expected)
+    replacements = {"_get_handle_to_prefetch": noting}
+    assert_trains_the_same(chosen, _runtime_utils, replacements, *arguments, **options)
     assert {state for state, _ in chosen} == {prefetch.upper()}
     assert len(chosen) >= UNITS - 2
-    with mock.patch.object(_runtime_utils, "_get_training_state", noting_state):
-        assert_same(trained(rank, "FULL_SHARD", True, **options), expected)
-    moments = {HandleTrainingState[name] for name in ("FORWARD", "BACKWARD_PRE", "BACKWARD_POST")}
-    assert set(states) == moments
-    count = len(states)
-    assert_same(trained(rank, "FULL_SHARD", True, **options), expected)
-    assert len(states) == count
+    replacements = {"_get_training_state": noting_state}
+    assert_trains_the_same(states, _runtime_utils, replacements, *arguments, **options)
+    assert set(states) == {HandleTrainingState[name] for name in ("FORWARD", "BACKWARD_PRE", "BACKWARD_POST")}
 
 
 @on_ranks(2)
@@ -208,11 +203,10 @@ def test_replaced_get_handle_to_prefetch_may_return_none_but_nothing_else(rank: 
     expected = trained(rank, "FULL_SHARD", True)
     with mock.patch.object(_runtime_utils, "_get_handle_to_prefetch", lambda state, handle: None):
         assert_same(trained(rank, "FULL_SHARD", True), expected)
+    match = f"rank {rank}, unit .*in place of _get_handle_to_prefetch returned 'nothing'"
     with (
         mock.patch.object(_runtime_utils, "_get_handle_to_prefetch", lambda state, handle: "nothing"),
-        pytest.raises(
-            TypeError, match=f"rank {rank}, unit .*in place of _get_handle_to_prefetch returned 'nothing'"
-        ),
+        pytest.raises(TypeError, match=match),
     ):
         trained(rank, "FULL_SHARD", True)
 
@@ -223,7 +217,6 @@ def test_replaced_get_handle_to_prefetch_may_return_none_but_nothing_else(rank: 
 def test_replaced_registration_of_backward_hooks_is_called(
     rank: int, strategy: str, use_orig_params: bool
 ) -> None:
-    expected = trained(rank, strategy, use_orig_params)
     before, after = _runtime_utils._register_post_backward_hook, _runtime_utils._register_pre_backward_hooks
     calls: list[str] = []
 
@@ -237,14 +230,12 @@ def test_replaced_registration_of_backward_hooks_is_called(
         calls.append("pre")
         return after(state, module, outputs, handle)
 
-    with (
-        mock.patch.object(_runtime_utils, "_register_post_backward_hook", post_backward),
-        mock.patch.object(_runtime_utils, "_register_pre_backward_hooks", pre_backward),
-    ):
-        assert_same(trained(rank, strategy, use_orig_params), expected)
+    replacements = {
+        "_register_post_backward_hook": post_backward,
+        "_register_pre_backward_hooks": pre_backward,
+    }
+    assert_trains_the_same(calls, _runtime_utils, replacements, rank, strategy, use_orig_params)
     assert sorted(calls) == ["post"] * STEPS * UNITS + ["pre"] * STEPS * UNITS
-    assert_same(trained(rank, strategy, use_orig_params), expected)
-    assert len(calls) == 2 * STEPS * UNITS
 
 
 @on_ranks(2)
@@ -276,9 +267,7 @@ def test_replacements_of_torchs_functions_are_called_after_install(rank: int) ->
             fsdp_c.install()
     finally:
         fsdp_c.uninstall()
-    assert {name: vars(torchs)[name] for name in names if name != "_reshard"} == {
-        name: before[name] for name in names if name != "_reshard"
-    }
+    assert [name for name in names if vars(torchs)[name] is not before[name]] == ["_reshard"]
     torchs._reshard = before["_reshard"]
     assert_same(trained(rank, "FULL_SHARD", True), expected)
 
