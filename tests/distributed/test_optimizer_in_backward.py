@@ -13,8 +13,7 @@ from torch.distributed.fsdp import CPUOffload
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from tests.distributed.test_use_orig_params import backward, named
-from tests.parity.engine import same_bits
-from tests.ranks import all_strategies, device, on_ranks
+from tests.ranks import STRATEGIES, all_strategies, device, on_ranks
 from tests.training import assert_same, batch, sharded
 
 
@@ -36,28 +35,18 @@ def compare(rank: int, body: Callable[[Any, Trace, int], None], strategy: str, *
     return traces["fsdp_c"]
 
 
-def optimizers_in_backward(rank: int, strategy: str, **arguments: Any) -> Trace:
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@on_ranks(4)
+def test_steps_equal_torchs(rank: int, strategy: str) -> None:
     def body(model: Any, trace: Trace, rank: int) -> None:
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05, "momentum": 0.9})
         for step in range(4):
             backward(model, step, rank)
             trace.record(f"step {step}", model)
 
-    return compare(rank, body, strategy, **arguments)
-
-
-@all_strategies
-@on_ranks(2)
-def test_steps_equal_torchs(rank: int, strategy: str) -> None:
-    trace = optimizers_in_backward(rank, strategy)
+    mesh = init_device_mesh(device().type, (2, 2)) if "HYBRID" in strategy else None
+    trace = compare(rank, body, strategy, device_mesh=mesh)
     assert all(value is None for moment, value in trace.items() if moment.endswith("grad"))
-
-
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-@on_ranks(4)
-def test_steps_of_hybrid_strategies_equal_torchs(rank: int, strategy: str) -> None:
-    mesh = init_device_mesh(device().type, (2, 2))
-    optimizers_in_backward(rank, strategy, device_mesh=mesh)
 
 
 @all_strategies
@@ -137,5 +126,5 @@ def test_offloaded_parameters_are_stepped(rank: int) -> None:
         for step in range(2):
             backward(model, step, rank)
     plain, offloaded = map(named, models)
-    assert all(same_bits(plain[name], param) for name, param in offloaded.items())
+    assert_same(plain, offloaded)
     assert all(param.grad is None for param in offloaded.values())

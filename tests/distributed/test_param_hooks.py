@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision
 
 from tests.models import WIDTH
-from tests.parity.engine import implementation, same_bits
-from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.parity.engine import same_bits
+from tests.ranks import all_strategies, both_views, on_ranks
 from tests.training import batch, wrap
 
 Trace = list[tuple[str, Any]]
@@ -33,21 +33,19 @@ PRECISIONS = {
 
 
 def build(
-    fsdp: Any, checkpointing: CheckpointImpl | None = None, precision: str = "fp32", **options: Any
+    which: str = "fsdp_c",
+    checkpointing: CheckpointImpl | None = None,
+    precision: str = "fp32",
+    **options: Any,
 ) -> Any:
     """Return two units whose sizes leave padding at the end of the last shard."""
-    strategy = ShardingStrategy[options.pop("strategy", "FULL_SHARD")]
-    arguments = {
-        "use_orig_params": False,
-        "mixed_precision": PRECISIONS[precision],
-        "device_id": device(),
-    } | options
-    wrap = functools.partial(fsdp, sharding_strategy=strategy, **arguments)
+    arguments = {"use_orig_params": False, "mixed_precision": PRECISIONS[precision]} | options
+    unit = functools.partial(wrap, which=which, **arguments)
     torch.manual_seed(5)
-    inner = wrap(nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)))
+    inner = unit(nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)))
     if checkpointing:
         inner = checkpoint_wrapper(inner, checkpoint_impl=checkpointing)
-    return wrap(nn.Sequential(inner, nn.Linear(WIDTH, 3)))
+    return unit(nn.Sequential(inner, nn.Linear(WIDTH, 3)))
 
 
 def loss_of(model: Any, rank: int, index: int = 0) -> Tensor:
@@ -81,7 +79,7 @@ def record_grads(model: Any, trace: Trace, moment: str) -> None:
     trace += [(f"{moment}: {name}", frozen(param.grad)) for name, param in model.named_parameters()]
 
 
-Body = Callable[[Any, int, Trace], None]
+Body = Callable[[str, int, Trace], None]
 
 
 def assert_same_trace(body: Body, rank: int) -> Trace:
@@ -93,8 +91,8 @@ def assert_same_trace(body: Body, rank: int) -> Trace:
     """
     expected: Trace = []
     actual: Trace = []
-    body(implementation("torch"), rank, expected)
-    body(implementation("fsdp_c"), rank, actual)
+    body("torch", rank, expected)
+    body("fsdp_c", rank, actual)
     for trace in (expected, actual):
         trace.sort(key=lambda entry: entry[0])
     assert [label for label, _ in actual] == [label for label, _ in expected]
@@ -107,15 +105,13 @@ def assert_same_trace(body: Body, rank: int) -> Trace:
 
 
 def watched_steps(
-    fsdp: Any, rank: int, trace: Trace, forwards: int = 1, unsynchronised: int = 0, **options: Any
+    which: str, rank: int, trace: Trace, forwards: int = 1, unsynchronised: int = 0, **options: Any
 ) -> None:
-    model = build(fsdp, **options)
+    model = build(which, **options)
     record_hooks(model, trace)
     for step in range(unsynchronised + 2):
         with model.no_sync() if step < unsynchronised else contextlib.nullcontext():
-            torch.stack(
-                [loss_of(model, rank, 10 * step + index) for index in range(forwards)]
-            ).sum().backward()
+            sum(loss_of(model, rank, 10 * step + index) for index in range(forwards)).backward()
         record_grads(model, trace, f"step {step}")
 
 
@@ -140,11 +136,10 @@ def test_hooks_see_the_unsharded_gradient_as_often_as_torchs(
 def test_hooks_are_called_once_with_activation_checkpointing(
     rank: int, checkpointing: CheckpointImpl
 ) -> None:
-    def body(fsdp: Any, rank: int, trace: Trace) -> None:
-        model = build(fsdp, checkpointing)
+    def body(which: str, rank: int, trace: Trace) -> None:
+        model = build(which, checkpointing)
         record_hooks(model, trace)
-        x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank), requires_grad=True)
-        model(x).square().sum().backward()
+        model(batch(rank).requires_grad_()).square().sum().backward()
         record_grads(model, trace, "after")
 
     assert sum(label.endswith(" gradient") for label, _ in assert_same_trace(body, rank)) == 2
@@ -152,8 +147,8 @@ def test_hooks_are_called_once_with_activation_checkpointing(
 
 @on_ranks(2)
 def test_hooks_on_original_parameters_are_not_called_and_on_their_flat_parameter_are(rank: int) -> None:
-    def body(fsdp: Any, rank: int, trace: Trace) -> None:
-        model = build(fsdp, use_orig_params=True)
+    def body(which: str, rank: int, trace: Trace) -> None:
+        model = build(which, use_orig_params=True)
         record_hooks(model, trace)
         flat_param = model._handle.flat_param
         flat_param.register_hook(lambda grad: trace.append(("flat", frozen(grad))))
@@ -167,8 +162,8 @@ def test_hooks_on_original_parameters_are_not_called_and_on_their_flat_parameter
 
 @on_ranks(2)
 def test_hooks_may_be_registered_between_forward_and_backward_and_removed(rank: int) -> None:
-    def body(fsdp: Any, rank: int, trace: Trace) -> None:
-        model = build(fsdp)
+    def body(which: str, rank: int, trace: Trace) -> None:
+        model = build(which)
         loss_of(model, rank).backward()
         loss = loss_of(model, rank)
         handles = record_hooks(model, trace)
@@ -207,8 +202,8 @@ def replace_accumulated(param: Tensor) -> None:
 def test_a_gradient_changed_by_a_hook_is_reduced(
     rank: int, strategy: str, hook: Callable[[Tensor], Tensor | None], unsynchronised: bool
 ) -> None:
-    def body(fsdp: Any, rank: int, trace: Trace) -> None:
-        model = build(fsdp, strategy=strategy)
+    def body(which: str, rank: int, trace: Trace) -> None:
+        model = build(which, strategy=strategy)
         for param in model.parameters():
             accumulated = hook in (double_accumulated, replace_accumulated)
             (param.register_post_accumulate_grad_hook if accumulated else param.register_hook)(hook)
@@ -223,7 +218,7 @@ def test_a_gradient_changed_by_a_hook_is_reduced(
 @on_ranks(2)
 def test_a_gradient_that_a_hook_keeps_is_not_changed_later(rank: int) -> None:
     kept: list[tuple[Tensor, Tensor]] = []
-    model = build(implementation("fsdp_c"))
+    model = build()
     for param in model.parameters():
         param.register_hook(lambda grad: kept.append((grad, grad.clone())))
     for _ in range(2):
@@ -236,14 +231,13 @@ def test_a_gradient_that_a_hook_keeps_is_not_changed_later(rank: int) -> None:
 def test_hooks_run_within_the_backward_of_their_model(rank: int) -> None:
     """Callbacks queued by hooks find reduced gradients, and a hook on several tensors runs once."""
 
-    def body(fsdp: Any, rank: int, trace: Trace) -> None:
-        model = build(fsdp)
+    def body(which: str, rank: int, trace: Trace) -> None:
+        model = build(which)
         first: list[None] = []
 
         def at_the_end(param: Tensor) -> None:
-            Variable._execution_engine.queue_callback(
-                lambda: trace.append(("at the end", frozen(param.grad)))
-            )
+            note = lambda: trace.append(("at the end", frozen(param.grad)))  # noqa: E731
+            Variable._execution_engine.queue_callback(note)
 
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(at_the_end)
@@ -259,14 +253,14 @@ def test_hooks_run_within_the_backward_of_their_model(rank: int) -> None:
 def test_hooks_on_the_weight_that_a_forward_uses_are_called_in_every_step(
     rank: int, use_orig_params: bool
 ) -> None:
-    def body(fsdp: Any, rank: int, trace: Trace) -> None:
-        model = build(fsdp, use_orig_params=use_orig_params)
+    def body(which: str, rank: int, trace: Trace) -> None:
+        model = build(which, use_orig_params=use_orig_params)
+
+        def hook(grad: Tensor) -> Tensor:
+            trace.append(("weight", frozen(grad)))
+            return grad * 2
 
         def hook_weight(module: nn.Module, args: Any, output: Tensor) -> None:
-            def hook(grad: Tensor) -> Tensor:
-                trace.append(("weight", frozen(grad)))
-                return grad * 2
-
             module.weight.register_hook(hook)
 
         model.module[1].register_forward_hook(hook_weight)
@@ -296,7 +290,7 @@ BAD_GRADIENTS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] =
 @on_ranks(2)
 def test_a_hook_that_fails_leaves_the_model_as_it_was(rank: int, bad: str) -> None:
     hook, error, text = BAD_GRADIENTS[bad]
-    model, twin = build(implementation("fsdp_c")), build(implementation("fsdp_c"))
+    model, twin = build(), build()
     for one in (model, twin):
         with one.no_sync():
             loss_of(one, rank).backward()
@@ -319,7 +313,7 @@ def forget_grad(param: Tensor) -> None:
 
 @on_ranks(2)
 def test_grad_set_to_none_by_a_hook_before_the_reduction_is_refused(rank: int) -> None:
-    model = build(implementation("fsdp_c"))
+    model = build()
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(forget_grad)
     with pytest.raises(AssertionError, match=rf"rank {rank}, unit .* has set .grad to None"):
@@ -329,8 +323,8 @@ def test_grad_set_to_none_by_a_hook_before_the_reduction_is_refused(rank: int) -
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
 def test_grad_set_to_none_by_a_hook_under_no_sync_stays_none(rank: int, strategy: str) -> None:
-    def body(fsdp: Any, rank: int, trace: Trace) -> None:
-        model = build(fsdp, strategy=strategy)
+    def body(which: str, rank: int, trace: Trace) -> None:
+        model = build(which, strategy=strategy)
         handles = [param.register_post_accumulate_grad_hook(forget_grad) for param in model.parameters()]
         with model.no_sync():
             loss_of(model, rank).backward()
@@ -360,9 +354,4 @@ def test_named_parameters_in_a_backward_hook_have_no_gradients(rank: int) -> Non
         model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
         seen[which] = shown
     assert seen["torch"] == [("weight", True, True), ("bias", True, rank == 1)]
-    assert seen["fsdp_c"] == [
-        ("weight", False, False),
-        ("bias", False, False),
-        ("weight", True, False),
-        ("bias", True, False),
-    ]
+    assert seen["fsdp_c"] == [(name, leaf, False) for leaf in (False, True) for name in ("weight", "bias")]

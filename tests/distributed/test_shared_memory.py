@@ -47,15 +47,16 @@ def looking(model: Any, when: str, export: Export) -> Iterator[list[tuple[Any, T
         hook.remove()
 
 
-def step(model: Any, optimizer: torch.optim.Optimizer, rank: int, index: int) -> None:
-    model(batch(rank, index)).float().square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def start(use_orig_params: bool, strategy: str, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+def steps(rank: int, use_orig_params: bool, strategy: str, **options: Any) -> Iterator[Any]:
+    """Yield a model before each of its steps, and after the last."""
     model = sharded(strategy=strategy, use_orig_params=use_orig_params, **options)
-    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for index in range(3):
+        yield model
+        model(batch(rank, index)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    yield model
 
 
 def assert_kept(seen: list[tuple[Any, Tensor]]) -> None:
@@ -66,8 +67,7 @@ def assert_kept(seen: list[tuple[Any, Tensor]]) -> None:
 
 
 def unsharded_nbytes(model: Any) -> int:
-    units = type(model).fsdp_modules(model)
-    return sum(unit._handle.unsharded_nbytes for unit in units if unit._handle is not None)
+    return sum(handle.unsharded_nbytes for handle in model._all_handles)
 
 
 @all_strategies
@@ -78,19 +78,15 @@ def unsharded_nbytes(model: Any) -> int:
 def test_arrays_from_summon_full_params_keep_their_memory(
     rank: int, strategy: str, use_orig_params: bool, export: str, rank0_only: bool
 ) -> None:
-    expected, optimizer = start(use_orig_params, strategy)
-    for index in range(3):
-        step(expected, optimizer, rank, index)
-    model, optimizer = start(use_orig_params, strategy)
+    *_, expected = steps(rank, use_orig_params, strategy)
     seen = []
-    for index in range(3):
+    for model in steps(rank, use_orig_params, strategy):
         with type(model).summon_full_params(model, writeback=False, rank0_only=rank0_only):
             params = [param for param in model.parameters() if rank == 0 or not rank0_only]
             seen += [(EXPORTS[export](param), param.detach().clone()) for param in params]
         if strategy != "NO_SHARD":
             assert unsharded_nbytes(model) == 0
             assert_kept(seen) if seen else None
-        step(model, optimizer, rank, index)
     assert_same(full_state(expected), full_state(model))
 
 
@@ -128,13 +124,10 @@ def test_arrays_from_hooks_keep_their_memory(
 ) -> None:
     strategy = "SHARD_GRAD_OP" if when == "backward" else "FULL_SHARD"
     options = {"mixed_precision": mixed, "net": {"checkpoint_mode": checkpoint_mode}}
-    expected, optimizer = start(use_orig_params, strategy, **options)
-    for index in range(3):
-        step(expected, optimizer, rank, index)
-    model, optimizer = start(use_orig_params, strategy, **options)
-    with looking(model, when, EXPORTS[export]) as seen:
-        for index in range(3):
-            step(model, optimizer, rank, index)
+    *_, expected = steps(rank, use_orig_params, strategy, **options)
+    run = steps(rank, use_orig_params, strategy, **options)
+    with looking(next(run), when, EXPORTS[export]) as seen:
+        for model in run:
             assert unsharded_nbytes(model) == 0
             assert_kept(seen)
     assert_same(full_state(expected), full_state(model))

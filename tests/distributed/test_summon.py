@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecision
 from fsdp_c.sharding import common
 from tests.distributed.test_state_dict import full_state_dict, plain, train, wrap
 from tests.models import WIDTH, Block
-from tests.parity.engine import implementation, same_bits
+from tests.parity.engine import different_paths, implementation, same_bits, snapshot
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.storage import settled_nbytes
 from tests.training import assert_same, batch
@@ -22,9 +22,7 @@ from tests.training import assert_same, batch
 
 def gathered_nbytes(model: Any) -> int:
     """Unsharded parameter storage of this model alone."""
-    return sum(
-        unit._handle.unsharded_nbytes for unit in type(model).fsdp_modules(model) if unit._handle is not None
-    )
+    return sum(handle.unsharded_nbytes for handle in model._all_handles)
 
 
 def shown(model: nn.Module) -> dict[str, Tensor]:
@@ -55,9 +53,7 @@ def test_parameters_that_are_moved_and_moved_back_train_on(
 
 @both_views
 @on_ranks(2)
-def test_offload_to_cpu_summons_on_the_cpu_and_keeps_edits(
-    use_orig_params: bool,
-) -> None:
+def test_offload_to_cpu_summons_on_the_cpu_and_keeps_edits(use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params)
     with pytest.warns(UserWarning, match="rank0_only=True"), summon(model, offload_to_cpu=True):
         assert_same(dict(plain().named_parameters()), shown(model))
@@ -125,15 +121,13 @@ def test_ranks_without_a_gradient_are_counted_in_integers(dtype: torch.dtype) ->
 def test_rank0_only_summons_full_gradients_on_rank_0_alone(rank: int) -> None:
     model = wrap(plain())
     model(torch.ones(2, WIDTH)).sum().backward()
-    sharded = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+    sharded = snapshot([param.grad for param in model.parameters()])
     with summon(model, with_grads=True, rank0_only=True, writeback=False):
         if rank == 0:
             assert all(param.grad.shape == param.shape for param in model.parameters())
         else:
             assert all(param.dim() == 1 for param in model.parameters())
-    after = [param.grad for param in model.parameters()]
-    assert [grad is None for grad in after] == [grad is None for grad in sharded]
-    assert all(torch.equal(*pair) for pair in zip(after, sharded, strict=True) if pair[0] is not None)
+    assert not different_paths(sharded, [param.grad for param in model.parameters()])
 
 
 @both_views
@@ -170,13 +164,10 @@ def test_units_left_gathered_by_a_forward_stay_so(use_orig_params: bool) -> None
         pass
     assert gathered_nbytes(model) == gathered > 0
     output.sum().backward()
-    assert any(param.grad is not None for param in model.parameters())
     reference = wrap(plain(), use_orig_params, sharding_strategy="SHARD_GRAD_OP")
     reference(torch.ones(2, WIDTH)).sum().backward()
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    assert all(
-        ours.grad is None if one.grad is None else torch.equal(ours.grad, one.grad) for ours, one in pairs
-    )
+    found, expected = ([param.grad for param in one.parameters()] for one in (model, reference))
+    assert any(grad is not None for grad in found) and not different_paths(expected, found)
 
 
 @on_ranks(2)
@@ -237,10 +228,9 @@ def test_forward_inside_summon_is_in_full_precision_and_needs_no_other_rank(
 def test_forward_inside_summon_with_gradients_enabled_is_refused(rank: int, use_orig_params: bool) -> None:
     """Summoned parameters are freed at the end of the context, and stay unsharded until then."""
     model = wrap(plain(), use_orig_params)
-    expected = {name: param.detach().clone() for name, param in plain().named_parameters()}
     model(batch(rank)).square().mean().backward()
     with summon(model):
         with pytest.raises(RuntimeError, match="rank.*Net.*SUMMON_FULL_PARAMS.*FORWARD.*no_grad"):
             model(batch(rank))
-        assert all(torch.equal(param, expected[name]) for name, param in model.named_parameters())
+        assert_same(shown(plain()), shown(model))
     model(batch(rank)).square().mean().backward()

@@ -16,17 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardingStrategy,
-    StateDictType,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -37,6 +33,7 @@ from fsdp_c.compat.standins import dtensor_extensions as standins
 from fsdp_c.optim import WholeParameters
 from tests import tensor_parallel as tp
 from tests.distributed.test_misuse_checks import installed
+from tests.distributed.test_sharded_state_dict import assert_same_value
 from tests.parity.engine import (
     STEPS,
     Point,
@@ -45,20 +42,17 @@ from tests.parity.engine import (
     assert_same_record,
     implementation,
 )
-from tests.parity.scenarios import (
-    no_sync_step,
-    plain_step,
-)
+from tests.parity.scenarios import no_sync_step, plain_step
 from tests.ranks import both_views, device, on_ranks
+from tests.training import FULL, SHARDED
 
 PER_LAYER = ModuleWrapPolicy({tp.Layer})
-PLANS = ("mlp", "sequence")
-both_plans = pytest.mark.parametrize("plan", PLANS)
+both_plans = pytest.mark.parametrize("plan", ["mlp", "sequence"])
 
 
-def plain(seed: int = 3, **options: Any) -> tp.Language:
+def plain(seed: int = 3) -> tp.Language:
     torch.manual_seed(seed)
-    return tp.Language(**options)
+    return tp.Language()
 
 
 def wrap(model: nn.Module, which: str = "fsdp_c", **arguments: Any) -> Any:
@@ -69,6 +63,11 @@ def wrap(model: nn.Module, which: str = "fsdp_c", **arguments: Any) -> Any:
         "auto_wrap_policy": PER_LAYER,
     }
     return implementation(which)(model, **(defaults | arguments))
+
+
+def parallel(plan: str = "mlp", which: str = "fsdp_c", seed: int = 3, **arguments: Any) -> Any:
+    """Wrap ``plain(seed)``, parallelized by ``plan``."""
+    return wrap(tp.parallelized(plain(seed), plan), which, **arguments)
 
 
 def loss_of(model: nn.Module, data_rank: int, index: int = 0) -> Tensor:
@@ -90,13 +89,8 @@ def full_grads(model: nn.Module) -> dict[str, Tensor]:
 
 
 def full_state(model: nn.Module, **config: Any) -> dict[str, Any]:
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(**config)):
+    with FSDP.state_dict_type(model, FULL, FullStateDictConfig(**config)):
         return model.state_dict()
-
-
-def load(model: nn.Module, state: dict[str, Any]) -> None:
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
-        model.load_state_dict(state)
 
 
 def assert_close(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
@@ -132,12 +126,10 @@ class ParallelRun(Run):
         return tp.tokens(1000 * self.step + 10 * index + self.rank // 2)
 
 
-def record(
-    point: Point, plan: str, step: Callable[[Run], None], which: str, rank: int, **options: Any
-) -> Any:
+def record(point: Point, plan: str, step: Callable[[Run], None], which: str, rank: int) -> Any:
     run = ParallelRun(point, implementation(which), rank, 4)
     arguments = {"device_mesh": tp.mesh()["dp"], "auto_wrap_policy": PER_LAYER}
-    run.start(lambda run: run.wrap(tp.parallelized(tp.Language(**options), plan), **arguments))
+    run.start(lambda run: run.wrap(tp.parallelized(tp.Language(), plan), **arguments))
     for run.step in range(1, STEPS // 2 + 1):
         step(run)
     with run.fsdp.summon_full_params(run.model):
@@ -146,11 +138,11 @@ def record(
     return run.trace
 
 
-def compare(point: Point, plan: str, step: Callable[[Run], None], rank: int, **options: Any) -> None:
-    expected = record(point, plan, step, "torch", rank, **options)
+def compare(point: Point, plan: str, step: Callable[[Run], None], rank: int) -> None:
+    expected = record(point, plan, step, "torch", rank)
     assert_record_is_worth_comparing(expected)
     assert any("up.weight placements" in label for label in expected)
-    assert_same_record(point, expected, record(point, plan, step, "fsdp_c", rank, **options))
+    assert_same_record(point, expected, record(point, plan, step, "fsdp_c", rank))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_reduce_fp32", "bf16"])
@@ -180,8 +172,7 @@ def test_no_sync_of_original_parameters_is_right_where_torch_raises(
     rank: int, plan: str, strategy: str
 ) -> None:
     """torch puts a DTensor into the gradient of a plain parameter there."""
-    model = wrap(tp.parallelized(plain(), plan), sharding_strategy=ShardingStrategy[strategy])
-    reference = plain()
+    model, reference = parallel(plan, sharding_strategy=ShardingStrategy[strategy]), plain()
     with model.no_sync():
         loss_of(model, rank // 2, 0).backward()
     loss_of(model, rank // 2, 1).backward()
@@ -192,12 +183,8 @@ def test_no_sync_of_original_parameters_is_right_where_torch_raises(
 @both_views
 @on_ranks(4)
 def test_offloaded_units_train_as_the_plain_model(rank: int, use_orig_params: bool) -> None:
-    model, reference = plain(), plain()
-    model = wrap(
-        tp.parallelized(model, "sequence"),
-        cpu_offload=CPUOffload(offload_params=True),
-        use_orig_params=use_orig_params,
-    )
+    model = parallel("sequence", cpu_offload=CPUOffload(offload_params=True), use_orig_params=use_orig_params)
+    reference = plain()
     loss_of(model, rank // 2).backward()
     reference_backward(reference)
     assert_same_step(model, reference)
@@ -259,15 +246,10 @@ def test_replicas_of_tensor_parallel_shards_train_as_the_plain_model(
     rank: int, use_orig_params: bool
 ) -> None:
     """Three dimensions: two replicas, of one data parallel rank each, of tensor parallel pairs."""
-    mesh = tp.hybrid_mesh()
+    mesh, strategy = tp.hybrid_mesh(), ShardingStrategy.HYBRID_SHARD
+    options = {"device_mesh": mesh["replicate", "shard"], "use_orig_params": use_orig_params}
     module = parallelize_module(plain(), mesh["tp"], tp.sequence_plan())
-    model = wrap(
-        module,
-        device_mesh=mesh["replicate", "shard"],
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        use_orig_params=use_orig_params,
-    )
-    reference = plain()
+    model, reference = wrap(module, sharding_strategy=strategy, **options), plain()
     loss_of(model, rank // 2).backward()
     reference_backward(reference)
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
@@ -286,11 +268,8 @@ def test_replicas_of_tensor_parallel_shards_train_as_the_plain_model(
 def test_gradient_norm_is_that_of_the_plain_model(
     rank: int, plan: str, use_orig_params: bool, strategy: str, norm_type: float
 ) -> None:
-    strategy_of = ShardingStrategy[strategy]
-    model = wrap(
-        tp.parallelized(plain(), plan), use_orig_params=use_orig_params, sharding_strategy=strategy_of
-    )
-    reference = plain()
+    options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
+    model, reference = parallel(plan, **options), plain()
     loss_of(model, rank // 2).backward()
     reference_backward(reference)
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
@@ -306,7 +285,7 @@ def test_gradient_norm_is_that_of_the_plain_model(
 def test_a_grad_scaler_skips_a_step_that_one_tensor_parallel_rank_overflows_in(
     rank: int, use_orig_params: bool
 ) -> None:
-    model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params)
+    model = parallel(use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with installed():
         scaler = torch.amp.GradScaler(device().type, init_scale=1024.0)
@@ -324,7 +303,7 @@ def test_a_grad_scaler_skips_a_step_that_one_tensor_parallel_rank_overflows_in(
 @both_views
 @on_ranks(4)
 def test_summoned_parameters_are_dtensors_and_keep_edits(use_orig_params: bool) -> None:
-    model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params)
+    model = parallel(use_orig_params=use_orig_params)
     expected = {name: param.detach() + 1 for name, param in plain().named_parameters()}
     with FSDP.summon_full_params(model), torch.no_grad():
         up = model.layers[0].up.weight
@@ -339,7 +318,7 @@ def test_summoned_parameters_are_dtensors_and_keep_edits(use_orig_params: bool) 
 
 @on_ranks(4)
 def test_summoned_gradients_are_dtensors_and_keep_edits(rank: int) -> None:
-    model, reference = wrap(tp.parallelized(plain(), "mlp")), plain()
+    model, reference = parallel(), plain()
     loss_of(model, rank // 2).backward()
     reference_backward(reference)
     with FSDP.summon_full_params(model, with_grads=True):
@@ -352,7 +331,7 @@ def test_summoned_gradients_are_dtensors_and_keep_edits(rank: int) -> None:
 @both_views
 @on_ranks(4)
 def test_rank0_only_summons_on_the_first_data_parallel_rank(rank: int, use_orig_params: bool) -> None:
-    model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params)
+    model = parallel(use_orig_params=use_orig_params)
     with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
         shown = [isinstance(param, DTensor) for param in model.parameters()]
     assert any(shown) == (rank // 2 == 0)
@@ -367,7 +346,7 @@ def test_full_state_dict_holds_dtensors_of_the_tensor_parallel_mesh(
     rank: int, use_orig_params: bool, config: dict[str, bool]
 ) -> None:
     """The values equal those of torch's FSDP1, which crashes with offload_to_cpu."""
-    model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params)
+    model = parallel(use_orig_params=use_orig_params)
     state = full_state(model, **config)
     if config.get("rank0_only") and rank // 2 != 0:
         assert state == {}
@@ -383,22 +362,21 @@ def test_full_state_dict_holds_dtensors_of_the_tensor_parallel_mesh(
 @on_ranks(4)
 def test_full_state_dict_loads_again(rank: int, use_orig_params: bool, form: str) -> None:
     """Plain tensors of full shape, saved by a run without tensor parallelism, load too; torch refuses them."""
-    source = wrap(tp.parallelized(plain(4), "sequence"), use_orig_params=use_orig_params)
+    source = parallel("sequence", seed=4, use_orig_params=use_orig_params)
     state = full_state(source) if form != "plain" else plain(4).state_dict()
-    model = wrap(tp.parallelized(plain(3), "sequence"), use_orig_params=use_orig_params)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        model.load_state_dict(state, assign=form == "assigned")
+    model = parallel("sequence", use_orig_params=use_orig_params)
+    model.load_state_dict(state, assign=form == "assigned")
     assert_close(plain(4).state_dict(), full_params(model))
     loss_of(model, rank // 2).backward()
 
 
 @on_ranks(4)
 def test_entry_of_local_shape_is_refused_and_nothing_is_loaded() -> None:
-    model = wrap(tp.parallelized(plain(), "mlp"))
+    model = parallel()
     state = plain(4).state_dict()
     state["layers.1.up.weight"] = state["layers.1.up.weight"][: tp.HIDDEN // 2]
     with pytest.raises(RuntimeError, match=r"size mismatch for layers\.1\.up\.weight"):
-        load(model, state)
+        model.load_state_dict(state)
     assert_close(dict(plain().named_parameters()), full_params(model))
 
 
@@ -408,10 +386,8 @@ def test_entry_of_local_shape_is_refused_and_nothing_is_loaded() -> None:
 @both_views
 @on_ranks(4)
 def test_dtensors_in_the_forward_are_marked_as_flattened(rank: int, use_orig_params: bool) -> None:
-    module = tp.parallelized(plain(), "mlp")
-    model = wrap(module, use_orig_params=use_orig_params)
-    seen = []
-    linear = module.layers[0].module.up
+    model, seen = parallel(use_orig_params=use_orig_params), []
+    linear = model.layers[0].module.up
     linear.register_forward_pre_hook(lambda *_: seen.append(linear.weight))
     loss_of(model, rank // 2)
     assert isinstance(seen[0], DTensor) and seen[0]._fsdp_flattened and seen[0].requires_grad
@@ -420,7 +396,7 @@ def test_dtensors_in_the_forward_are_marked_as_flattened(rank: int, use_orig_par
 @on_ranks(4)
 def test_dtensor_without_an_extension_is_refused_and_named() -> None:
     with pytest.raises(ValueError, match=r"'up\.weight'.*is a DTensor.*pass device_mesh=mesh\['dp'\]"):
-        wrap(tp.parallelized(plain(), "mlp"), device_mesh=None, process_group=tp.mesh()["dp"].get_group())
+        parallel(device_mesh=None, process_group=tp.mesh()["dp"].get_group())
 
 
 @on_ranks(4)
@@ -450,7 +426,7 @@ def test_meta_module_is_initialised_after_it_was_parallelized(rank: int) -> None
 @both_views
 @on_ranks(4)
 def test_model_is_freed_after_training(rank: int, use_orig_params: bool) -> None:
-    model = wrap(tp.parallelized(plain(), "sequence"), use_orig_params=use_orig_params)
+    model = parallel("sequence", use_orig_params=use_orig_params)
     loss_of(model, rank // 2).backward()
     loss_of(model, rank // 2)
     gone = [weakref.ref(model), weakref.ref(model._handle), weakref.ref(model.layers[0].module.up)]
@@ -460,7 +436,7 @@ def test_model_is_freed_after_training(rank: int, use_orig_params: bool) -> None
 
 
 def sharded_state(model: Any) -> dict[str, Any]:
-    with type(model).state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+    with type(model).state_dict_type(model, SHARDED):
         return model.state_dict()
 
 
@@ -471,19 +447,15 @@ def test_sharded_state_dict_equals_torchs_and_loads_again(plan: str, use_orig_pa
     """Rows over both dimensions of the mesh."""
     states = []
     for which in ("torch", "fsdp_c"):
-        model = wrap(tp.parallelized(plain(), plan), which, use_orig_params=use_orig_params)
-        states.append(sharded_state(model))
+        states.append(sharded_state(parallel(plan, which, use_orig_params=use_orig_params)))
     torchs, ours = states
     assert list(torchs) == list(ours)
     for name, expected in torchs.items():
-        found = ours[name]
-        assert isinstance(found, DTensor)
-        assert (found.placements, found.device_mesh) == (expected.placements, expected.device_mesh), name
-        assert (found.shape, found.stride()) == (expected.shape, expected.stride()), name
-        assert torch.equal(found.to_local(), expected.to_local()), name
-    other = wrap(tp.parallelized(plain(9), plan), use_orig_params=use_orig_params)
+        assert isinstance(ours[name], DTensor) and ours[name].device_mesh == expected.device_mesh, name
+        assert_same_value(name, expected, ours[name])
+    other = parallel(plan, seed=9, use_orig_params=use_orig_params)
     for state in states:
-        with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+        with FSDP.state_dict_type(other, SHARDED):
             other.load_state_dict(state)
         assert_close(plain().state_dict(), {name: full(value) for name, value in full_state(other).items()})
 
@@ -491,12 +463,9 @@ def test_sharded_state_dict_equals_torchs_and_loads_again(plan: str, use_orig_pa
 # ------------------------------------------------------------------ optimizer state
 
 OPTIM_CONFIGS = {
-    "full": (StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)),
-    "rank 0": (
-        StateDictType.FULL_STATE_DICT,
-        FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False),
-    ),
-    "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedOptimStateDictConfig(offload_to_cpu=False)),
+    "full": (FULL, FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)),
+    "rank 0": (FULL, FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False)),
+    "sharded": (SHARDED, ShardedOptimStateDictConfig(offload_to_cpu=False)),
 }
 
 
@@ -508,7 +477,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, data_rank: int, indices: 
 
 
 def trained(rank: int, plan: str, which: str = "fsdp_c", **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    model = wrap(tp.parallelized(plain(), plan), which, **options)
+    model = parallel(plan, which, **options)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02, eps=1e-3)
     step(model, optimizer, rank // 2, range(2))
     return model, optimizer
@@ -567,7 +536,7 @@ def test_optimizer_state_is_the_plain_models_and_loads_again(
             assert up.placements == sharded_state(model)["layers.0.up.weight"].placements
     other, other_optimizer = trained(rank, plan, **options)
     step(other, other_optimizer, rank // 2, range(5, 6))
-    load(other, full_state(model))
+    other.load_state_dict(full_state(model))
     load_optim_state(other, other_optimizer, state, kind)
     for each, its_optimizer in ((model, optimizer), (other, other_optimizer)):
         step(each, its_optimizer, rank // 2, range(2, 4))
@@ -613,7 +582,7 @@ def local_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[tuple[int,
 @on_ranks(4, timeout_s=120)
 def test_our_dtensor_extension_equals_torchs(rank: int, use_orig_params: bool) -> None:
     with mock.patch("fsdp_c.sharding.construction.dtensor_extensions", lambda: standins.DTensorExtensions):
-        assert isinstance(wrap(tp.parallelized(plain(), "mlp"))._fsdp_extension, standins.DTensorExtensions)
+        assert isinstance(parallel()._fsdp_extension, standins.DTensorExtensions)
         compare(Point("tp", "FULL_SHARD", use_orig_params, "fp32"), "sequence", plain_step, rank)
         sharded = test_sharded_state_dict_equals_torchs_and_loads_again.rank_body
         sharded(plan="mlp", use_orig_params=use_orig_params)
@@ -623,7 +592,7 @@ def test_our_dtensor_extension_equals_torchs(rank: int, use_orig_params: bool) -
 def test_owners_of_whole_parameters_are_refused_where_no_rank_of_a_unit_has_them(
     rank: int, world_size: int
 ) -> None:
-    model = wrap(tp.parallelized(plain(), "mlp"))
+    model = parallel()
     with pytest.raises(
         ValueError, match="has tensor parallelism inside: no rank of the unit has its parameters"
     ):

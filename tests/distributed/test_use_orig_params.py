@@ -89,24 +89,26 @@ def test_weights_after_forward_and_backward_have_torchs_types_and_shapes(
     assert shown["torch"] == shown["fsdp_c"]
 
 
+class Vectors(nn.Module):
+    """Parameters of the given sizes, and a layer."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.ones(size)) for size in sizes)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x * self.b + self.c) + self.a.sum()
+
+
 @pytest.mark.parametrize("names", [("c",), ("a",), ("b", "a")])
 @all_strategies
 @on_ranks(2)
 def test_parameters_beside_ignored_ones_have_torchs_order(strategy: str, names: tuple[str, ...]) -> None:
     """Saved optimizer state has parameters by these numbers."""
-
-    class Three(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Parameter(torch.ones(4)) for _ in range(3))
-            self.last = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(x * self.a + self.b * self.c)
-
     orders = []
     for name in ("torch", "fsdp_c"):
-        module = Three()
+        module = Vectors(4, 4, 4)
         ignored = [getattr(module, ignored_name) for ignored_name in names]
         model = wrap(module, name, strategy, ignored_states=ignored)
         before = list(named(model)), list(model.state_dict())
@@ -118,19 +120,10 @@ def test_parameters_beside_ignored_ones_have_torchs_order(strategy: str, names: 
 @all_strategies
 @on_ranks(2)
 def test_an_empty_parameter_has_no_gradient_as_with_torch(strategy: str) -> None:
-    class WithEmpty(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.empty, self.linear = nn.Parameter(torch.empty(0)), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) + self.empty.sum()
-
     found = []
     for name in ("torch", "fsdp_c"):
-        model = wrap(WithEmpty(), name, strategy)
+        model = wrap(Vectors(0, 4, 4), name, strategy)
         model(torch.ones(2, 4, device=device())).sum().backward()
-        found.append(
-            {each: None if param.grad is None else param.grad.shape for each, param in named(model).items()}
-        )
-    assert found[0] == found[1] and found[1]["empty"] is None
+        grads = {each: param.grad for each, param in named(model).items()}
+        found.append({each: None if grad is None else grad.shape for each, grad in grads.items()})
+    assert found[0] == found[1] and found[1]["a"] is None
