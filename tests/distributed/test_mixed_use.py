@@ -26,6 +26,7 @@ import fsdp_c
 from tests.distributed.test_dcp_state_dict import assert_same_state
 from tests.models import WIDTH
 from tests.ranks import both_views, device, on_ranks
+from tests.training import assert_same, full_state
 
 FULL = StateDictOptions(full_state_dict=True)
 FSDP = fsdp_c.FullyShardedDataParallel
@@ -88,21 +89,15 @@ BEFORE_A_STEP = [
 ]
 
 
-def refused(what: str, use_orig_params: bool, stepped: bool) -> None:
-    trained = Trained(use_orig_params, stepped)
-    with pytest.raises(RuntimeError, match=r"unit (Sequential|Linear).*Call fsdp_c\.install\(\)"):
-        REFUSED[what](trained)
-    trained.step(trained.model)  # nothing is left half done
-    trained.model.clip_grad_norm_(1.0)
-
-
 @both_views
 @on_ranks(2)
 def test_torchs_functions_on_our_units_name_install(use_orig_params: bool) -> None:
-    for what in REFUSED:
-        refused(what, use_orig_params, stepped=True)
-    for what in BEFORE_A_STEP:
-        refused(what, use_orig_params, stepped=False)
+    for what, stepped in [*((what, True) for what in REFUSED), *((what, False) for what in BEFORE_A_STEP)]:
+        trained = Trained(use_orig_params, stepped)
+        with pytest.raises(RuntimeError, match=r"unit (Sequential|Linear).*Call fsdp_c\.install\(\)"):
+            REFUSED[what](trained)
+        trained.step(trained.model)  # nothing is left half done
+        trained.model.clip_grad_norm_(1.0)
 
 
 @on_ranks(2)
@@ -123,15 +118,11 @@ def test_torchs_optimizer_state_is_ours(use_orig_params: bool) -> None:
     # torch confuses the states with offload_to_cpu=True
     settings = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
     with FSDP.state_dict_type(trained.model, StateDictType.FULL_STATE_DICT, None, settings):
-        given, expected = (
-            one.optim_state_dict(trained.model, trained.optimizer) for one in (TorchFSDP, FSDP)
-        )
+        of_both = trained.model, trained.optimizer
+        given, expected = (one.optim_state_dict(*of_both) for one in (TorchFSDP, FSDP))
         assert_same_state((), expected, given)
         assert devices(given) == devices(expected)
-        given, expected = (
-            one.optim_state_dict_to_load(trained.model, trained.optimizer, expected)
-            for one in (TorchFSDP, FSDP)
-        )
+        given, expected = (one.optim_state_dict_to_load(*of_both, expected) for one in (TorchFSDP, FSDP))
         assert_same_state((), expected, given)
 
 
@@ -147,14 +138,11 @@ def test_torchs_functions_on_our_units_work_after_install() -> None:
             if what == "a unit of torch's around ours":  # a root already
                 continue
             trained = Trained(use_orig_params=True, stepped=True)
-            before = {name: value.clone() for name, value in trained.model.state_dict().items()}
+            before = full_state(trained.model)
             found = call(trained)
-            after = trained.model.state_dict()
-            assert before.keys() == after.keys() and all(
-                torch.equal(after[name], before[name]) for name in before
-            ), what
+            assert_same(before, trained.model.state_dict())
             if what == "get_state_dict, full":
-                assert all(torch.equal(found[0][name], before[name]) for name in before)
+                assert_same(before, found[0])
                 assert found[1]["state"].keys() == before.keys()
             trained.step(trained.model)
             trained.optimizer.step()
@@ -163,7 +151,3 @@ def test_torchs_functions_on_our_units_work_after_install() -> None:
             assert not any(torch.equal(after[name], before[name]) for name in before), what
     finally:
         fsdp_c.uninstall()
-
-
-def test_units_lack_the_attribute_of_torchs_managed_units() -> None:
-    assert not hasattr(FSDP.__new__(FSDP), "_zero_scalar")

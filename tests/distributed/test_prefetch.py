@@ -6,49 +6,34 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch
 
 from tests.distributed.test_collectives import calls
 from tests.distributed.test_execution_order import gathered
-from tests.models import Net
-from tests.parity.engine import Point, Run, Scenario, compare, implementation
-from tests.parity.scenarios import PER_BLOCK, plain_step
-from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.parity.engine import Point, Run, Scenario, compare
+from tests.parity.scenarios import per_block, plain_step
+from tests.ranks import all_strategies, both_views, on_ranks
+from tests.training import wrap
 
-SIZES = (2, 3, 4, 5, 6)  # of square layers without bias: the size of an all-gather identifies its layer
-
-
-class Chain(nn.Module):
-    """Layers of different sizes, one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(size, size, bias=False) for size in SIZES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for size, layer in zip(SIZES, self.layers, strict=True):
-            x = layer(x.repeat(1, size)[:, :size])
-        return x
+SIZES = (1, 2, 3, 4, 5)  # of the layers' inputs: the size of an all-gather identifies its layer
+X = torch.ones(1, SIZES[0])
 
 
 def chain(**changes: Any) -> Any:
-    fsdp = implementation("fsdp_c")
     torch.manual_seed(6)
-    model = Chain()
-    for index, layer in enumerate(model.layers):
-        model.layers[index] = fsdp(layer, device_id=device(), **changes)
-    return fsdp(model, device_id=device(), **changes)
+    changes = {"use_orig_params": False} | changes
+    layers = (wrap(nn.Linear(size, size + 1, bias=False), **changes) for size in SIZES)
+    return wrap(nn.Sequential(*layers), **changes)
 
 
 def gathered_layers(sizes: list[int]) -> list[int]:
-    padded = {size * size + size * size % 2: index for index, size in enumerate(SIZES)}
-    return [padded[size] for size in sizes]
+    return [[size * (size + 1) for size in SIZES].index(numel) for numel in sizes]
 
 
 def traced_backward(model: Any) -> list[str]:
     """All-gathers and reduce-scatters of a backward in order, as "g2" for the gather of layer 2."""
-    loss = model(torch.ones(1, 1)).sum()
+    loss = model(X).sum()
     with calls() as seen:
         loss.backward()
     return [f"{'g' if kind == 'AG' else 'r'}{gathered_layers([numel])[0]}" for kind, numel in seen]
@@ -85,9 +70,9 @@ def test_forward_prefetch_limit(limit: int) -> None:
     traced_backward(model)  # the order is that of the first iteration
     ahead: list[int] = []
     with calls() as seen:
-        for layer in model.module.layers:
+        for layer in model.module:
             layer.module.register_forward_pre_hook(lambda *_: ahead.append(len(gathered(seen))))
-        model(torch.ones(1, 1))
+        model(X)
     assert gathered_layers(gathered(seen)) == [0, 1, 2, 3, 4]
     assert ahead == [min(index + 1 + limit, len(SIZES)) for index in range(len(SIZES))]
 
@@ -121,19 +106,18 @@ def test_training_with_unshard_equals_torch(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
 ) -> None:
     point = Point("unshard", strategy, use_orig_params=use_orig_params, precision="bf16_reduce_fp32")
-    build = lambda run: run.wrap(Net(), auto_wrap_policy=PER_BLOCK)  # noqa: E731
     # torch's gather or cast by hand does not wait for the optimizer
-    compare(point, Scenario(build, unshard_ahead), rank, world_size)
+    compare(point, Scenario(per_block(), unshard_ahead), rank, world_size)
 
 
 @on_ranks(2)
 def test_unshard_gathers_once_and_before_lazy_init_too() -> None:
     model = chain()
-    inner = model.module.layers[2]
+    inner = model.module[2]
     with calls() as seen:
         inner._unshard()
-        assert inner.module.weight.shape == (4, 4)
-        model(torch.ones(1, 1))
+        assert inner.module.weight.shape == (4, 3)
+        model(X)
     assert gathered_layers(gathered(seen)) == [2, 0, 1, 3, 4]
     assert model.check_is_root() and not inner.check_is_root()
     model._unshard()  # a unit without parameters has nothing to gather
@@ -142,11 +126,11 @@ def test_unshard_gathers_once_and_before_lazy_init_too() -> None:
 @both_views
 @on_ranks(2)
 def test_unshard_gathers_parameters_again_that_changed_after_a_forward(use_orig_params: bool) -> None:
-    model = chain(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=use_orig_params)
+    model = chain(strategy="SHARD_GRAD_OP", use_orig_params=use_orig_params)
     params = list(model.parameters())
-    before = model(torch.ones(1, 1))  # without a backward, which would reshard the units
+    before = model(X)  # without a backward, which would reshard the units
     for param in params:
         param.data.mul_(2)
-    for layer in model.layers:
+    for layer in model.module:
         layer._unshard()
-    assert torch.equal(model(torch.ones(1, 1)), before * 2 ** len(SIZES))
+    assert torch.equal(model(X), before * 2 ** len(SIZES))

@@ -4,8 +4,7 @@ back.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -55,13 +54,8 @@ def large_nbytes(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
-@contextlib.contextmanager
-def limits(batch_nbytes: int, large_nbytes: int) -> Iterator[None]:
-    with (
-        mock.patch.object(redistribution, "BATCH_NBYTES", batch_nbytes),
-        mock.patch.object(redistribution, "LARGE_NBYTES", large_nbytes),
-    ):
-        yield
+def limits(batch_nbytes: int, large_nbytes: int) -> Any:
+    return mock.patch.multiple(redistribution, BATCH_NBYTES=batch_nbytes, LARGE_NBYTES=large_nbytes)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -105,17 +99,11 @@ def test_gathered_tensors_are_whole(rank, world_size, rank0_only, mixed, batch_n
 
 @on_ranks(2)
 def test_redistribute_to_one_rank_sends_no_elements_that_stay(rank):
-    sent = []
-    original = dist.all_to_all_single
-    dist.all_to_all_single = lambda out, data, *args, **kwargs: (
-        sent.append(data.numel()),
-        original(out, data, *args, **kwargs),
-    )
     source, target = Partition(10, 6, 0), rank_partition(10, 0)
     data = torch.arange(10.0)
-    (whole,) = redistribute([part(data, source, rank)], [source], [target], dist.group.WORLD)
-    dist.all_to_all_single = original
-    assert sent == [0 if rank == 0 else 4]
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as transfer:
+        (whole,) = redistribute([part(data, source, rank)], [source], [target], dist.group.WORLD)
+    assert [call.args[1].numel() for call in transfer.call_args_list] == [0 if rank == 0 else 4]
     assert torch.equal(whole, data if rank == 0 else data[:0])
 
 

@@ -15,7 +15,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import StateDictType
 from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.ranks import both_views, device, on_ranks
-from tests.training import FULL, LOCAL, SHARDED, assert_same, full_state
+from tests.training import FULL, LOCAL, SHARDED, assert_same, full_state, wrap
 
 WIDTH = 8
 
@@ -56,7 +56,7 @@ def plain() -> Model:
 
 
 def wrapped(policy: Any, use_orig_params: bool) -> FSDP:
-    return FSDP(plain(), use_orig_params=use_orig_params, device_id=device(), auto_wrap_policy=policy)
+    return wrap(plain(), use_orig_params=use_orig_params, auto_wrap_policy=policy)
 
 
 @all_policies
@@ -73,8 +73,8 @@ def test_names_and_full_params(policy: str, use_orig_params: bool) -> None:
         assert model.module.head.weight is model.module.embed.weight
         with torch.no_grad():
             model.module.head.weight.fill_(2.0)
-    assert torch.equal(full_state(model)["embed.weight"], torch.full((WIDTH, WIDTH), 2.0))
-    assert torch.equal(full_state(model)["head.weight"], torch.full((WIDTH, WIDTH), 2.0))
+    for name in ("embed.weight", "head.weight"):
+        assert torch.equal(full_state(model)[name], torch.full((WIDTH, WIDTH), 2.0))
 
 
 def clean(name: str) -> str:
@@ -94,11 +94,8 @@ class Whole(nn.Module):
 def whole(use_orig_params: bool) -> tuple[Whole, FSDP]:
     torch.manual_seed(0)
     plain_model = Whole().to(device())
-    kwargs: dict[str, Any] = {
-        "auto_wrap_policy": ModuleWrapPolicy({Pair}),
-        "use_orig_params": use_orig_params,
-    }
-    return plain_model, FSDP(copy.deepcopy(plain_model), device_id=device(), **kwargs)
+    options = {"auto_wrap_policy": ModuleWrapPolicy({Pair}), "use_orig_params": use_orig_params}
+    return plain_model, wrap(copy.deepcopy(plain_model), **options)
 
 
 @both_views
@@ -151,13 +148,13 @@ def test_summary_lists_tied_parameters(policy: str, use_orig_params: bool) -> No
 @on_ranks(2)
 def test_a_tied_weight_of_units_wrapped_by_hand_is_refused() -> None:
     model = plain()
-    model.embed = FSDP(model.embed, use_orig_params=True, device_id=device())
+    model.embed = wrap(model.embed)
     with pytest.raises(ValueError, match="one parameter belongs to one unit"):
-        model.head = FSDP(model.head, use_orig_params=True, device_id=device())
+        model.head = wrap(model.head)
     with pytest.raises(RuntimeError, match="broken policy"):  # a failed wrapping leaves no trace
         wrapped(CustomPolicy(broken), True)
     other = Pair().to(device())
-    other.first = FSDP(other.first, use_orig_params=True, device_id=device())
+    other.first = wrap(other.first)
     assert len(other.first._handle.flat_param._fqns) == 2
 
 

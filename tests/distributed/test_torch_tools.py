@@ -4,6 +4,7 @@ test."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,8 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import FullOptimStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import FullOptimStateDictConfig, MixedPrecision, StateDictType
 from torch.distributed.optim import _NamedOptimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +26,7 @@ import fsdp_c
 from tests.models import Block, Net
 from tests.parity.engine import different_paths, implementation, snapshot
 from tests.ranks import all_strategies, both_views, device, on_ranks
-from tests.training import batch
+from tests.training import PER_BLOCK, batch, sharded
 
 WAYS = ("torch", "installed", "direct")
 # install() is refused where other tests have units of torch's alive
@@ -47,14 +47,10 @@ def in_place(way: str) -> Iterator[Any]:
         gc.collect()
 
 
-def wrapped(fsdp: Any, use_orig_params: bool = True, seed: int = 3, module: nn.Module | None = None) -> Any:
-    torch.manual_seed(seed)
-    return fsdp(
-        module or Net(2),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=use_orig_params,
-        device_id=device(),
-    )
+def wrapped(fsdp: Any, module: nn.Module | None = None, **options: Any) -> Any:
+    torch.manual_seed(3)
+    options = {"use_orig_params": True, "auto_wrap_policy": PER_BLOCK, "device_id": device()} | options
+    return fsdp(module or Net(2), **options)
 
 
 def train(model: Any, optimizer: Any, steps: range, rank: int) -> list[Tensor]:
@@ -89,13 +85,8 @@ def record_in_every_way(record: Callable[[Any], Record]) -> Record:
 
 
 def recompute(module: nn.Module) -> None:
-    apply_activation_checkpointing(
-        module,
-        checkpoint_wrapper_fn=lambda inner: checkpoint_wrapper(
-            inner, checkpoint_impl=CheckpointImpl.NO_REENTRANT
-        ),
-        check_fn=lambda inner: isinstance(inner, Block),
-    )
+    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    apply_activation_checkpointing(module, wrapper, check_fn=lambda inner: isinstance(inner, Block))
 
 
 def recomputed(fsdp: Any, when: str, rank: int) -> Record:
@@ -178,20 +169,12 @@ def test_a_dispatch_mode_may_read_every_tensor_that_it_sees(
 ) -> None:
     gradients = []
     for mode in (contextlib.nullcontext(), Reading()):
-        torch.manual_seed(3)
-        model = fsdp_c.FullyShardedDataParallel(
-            Net(2),
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            use_orig_params=use_orig_params,
-            device_id=device(),
-            sharding_strategy=ShardingStrategy[strategy],
-            mixed_precision=precision,
-        )
+        options = {"use_orig_params": use_orig_params, "mixed_precision": precision}
+        model = sharded("fsdp_c", strategy, net={"blocks": 2}, **options)
         with mode:
             for step in range(2):
                 with model.no_sync() if step else contextlib.nullcontext():
                     model(batch(rank, step)).square().mean().backward()
             model(batch(rank, 2)).square().mean().backward()
         gradients.append([param.grad for param in model.parameters()])
-    for plain, read in zip(*gradients, strict=True):
-        assert plain is read is None or torch.equal(plain, read)
+    assert not different_paths(*gradients)

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_c import FullyShardedDataParallel
 from tests.ranks import device, on_ranks
+from tests.training import wrap
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {},
-    "SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "SHARD_GRAD_OP": {"strategy": "SHARD_GRAD_OP"},
+    "NO_SHARD": {"strategy": "NO_SHARD"},
     "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     "offload": {"cpu_offload": CPUOffload(offload_params=True)},
 }
@@ -34,13 +33,11 @@ PLANS = {
 }
 
 
-def wrapped(fsdp: Any, use_orig_params: bool, **options: Any) -> Any:
+def wrapped(which: str, use_orig_params: bool, **options: Any) -> Any:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
     policy = ModuleWrapPolicy({nn.Linear})
-    return fsdp(
-        module, device_id=device(), auto_wrap_policy=policy, use_orig_params=use_orig_params, **options
-    )
+    return wrap(module, which, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options)
 
 
 def penalty(model: nn.Module) -> torch.Tensor:
@@ -70,25 +67,19 @@ def train(model: Any, rank: int, plan: str, with_penalty: bool = True) -> list[l
     return seen
 
 
-def assert_same(
-    ours: list[list[torch.Tensor | None]], theirs: list[list[torch.Tensor | None]], plan: str
-) -> None:
-    """Bitwise, or close if gradients accumulate: the additions are in another order."""
+@pytest.mark.parametrize("plan", ["each step", "accumulated"])
+@pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "bf16"])
+@on_ranks(2)
+def test_terms_made_before_the_forward_give_torchs_gradients(rank: int, name: str, plan: str) -> None:
+    """torch raises where a term is of a flat parameter's shard."""
+    ours, theirs = (train(wrapped(which, True, **OPTIONS[name]), rank, plan) for which in ("fsdp_c", "torch"))
+    # bitwise, or close if gradients accumulate: the additions are in another order
     tolerance = {"rtol": 0.0, "atol": 0.0} if plan == "each step" else {"rtol": 1e-5, "atol": 1e-6}
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         for index, (one, two) in enumerate(zip(mine, other, strict=True)):
             assert (one is None) == (two is None), (step, index)
             if one is not None:
                 torch.testing.assert_close(one, two, **tolerance)
-
-
-@pytest.mark.parametrize("plan", ["each step", "accumulated"])
-@pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "bf16"])
-@on_ranks(2)
-def test_terms_made_before_the_forward_give_torchs_gradients(rank: int, name: str, plan: str) -> None:
-    """torch raises where a term is of a flat parameter's shard."""
-    ours = train(wrapped(FullyShardedDataParallel, True, **OPTIONS[name]), rank, plan)
-    assert_same(ours, train(wrapped(TorchFSDP, True, **OPTIONS[name]), rank, plan), plan)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -98,9 +89,7 @@ def test_gradients_of_terms_are_added_to_those_of_the_outputs(
     rank: int, name: str, use_orig_params: bool, plan: str
 ) -> None:
     """Gradients of the terms are not reduced, and are present however the step obtained its gradients."""
-    with_terms, without = (
-        wrapped(FullyShardedDataParallel, use_orig_params, **OPTIONS[name]) for _ in range(2)
-    )
+    with_terms, without = (wrapped("fsdp_c", use_orig_params, **OPTIONS[name]) for _ in range(2))
     found, plain = train(with_terms, rank, plan), train(without, rank, plan, with_penalty=False)
     own = [2 * param.detach() for param in with_terms.parameters()]
     count = 0
