@@ -34,21 +34,20 @@ def output_of_python(
 
 
 def run_ranks(
-    world_size: int, *arguments: str | Path, timeout_s: float = 600.0, **variables: str
+    arguments: list[list[object]], timeout_s: float = 600.0, **variables: str
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run Python once for each rank, with the rank as the last argument. Processes they leave are killed."""
-    command, environment = [sys.executable, *map(str, arguments)], os.environ | variables
+    """Run Python on all ranks at once, each with its arguments. Processes that they leave are killed."""
     ranks = [
         subprocess.Popen(
-            [*command, str(rank)],
+            [sys.executable, *map(str, own)],
             cwd=ROOT,
-            env=environment,
+            env=os.environ | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        for rank in range(world_size)
+        for own in arguments
     ]
     try:
         texts = [rank.communicate(timeout=timeout_s) for rank in ranks]

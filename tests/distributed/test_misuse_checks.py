@@ -188,25 +188,15 @@ def test_an_optimizer_of_the_meta_device_is_told(rank: int) -> None:
         optimizer.step()
 
 
-def swapped(net: nn.Module, stale: torch.optim.Optimizer) -> Any:
-    """Wrap the model and put its parameters into an existing optimizer, like Accelerate."""
-    model = wrapped(net=net)
-    stale.param_groups[0]["params"] = list(model.parameters())
-    return model, stale
-
-
-def of_original_parameters(net: nn.Module, stale: torch.optim.Optimizer) -> Any:
-    return wrapped(net=net, use_orig_params=True), stale
-
-
-@pytest.mark.parametrize("way", [swapped, of_original_parameters])
+@both_views
 @on_ranks(2)
-def test_an_optimizer_that_holds_what_is_trained_is_no_mistake(
-    rank: int, way: Callable[[nn.Module, torch.optim.Optimizer], Any]
-) -> None:
+def test_an_optimizer_that_holds_what_is_trained_is_no_mistake(rank: int, use_orig_params: bool) -> None:
+    """Original parameters, or others that were put into the optimizer, as by Accelerate."""
     net = Net().to(device())
-    stale = torch.optim.SGD(net.parameters(), lr=1.0)
-    model, optimizer = way(net, stale)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    model = wrapped(net=net, use_orig_params=use_orig_params)
+    if not use_orig_params:
+        optimizer.param_groups[0]["params"] = list(model.parameters())
     with nothing_told():
         before = backward(model, rank)
         optimizer.step()

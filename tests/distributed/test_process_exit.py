@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-file, what, rank = sys.argv[1], sys.argv[2].split(), int(sys.argv[3])
+rank, file, what = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
 cpu = torch.device("cpu")
 
 
@@ -92,7 +92,7 @@ Ends = list[subprocess.CompletedProcess[str]]
 def run(folder: Path, *what: str) -> Ends:
     """Run SCRIPT on two ranks to the end."""
     folder.mkdir(exist_ok=True)
-    return run_ranks(2, "-c", SCRIPT, folder / "store", " ".join(what), timeout_s=LIMIT_S)
+    return run_ranks([["-c", SCRIPT, rank, folder / "store", *what] for rank in range(2)], LIMIT_S)
 
 
 def assert_ended_well(ends: Ends) -> None:

@@ -23,7 +23,8 @@ from torch.distributed.fsdp import (
 )
 
 import fsdp_c
-from fsdp_c import FullyShardedDataParallel, checkpoint
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError
 from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.distributed.test_dcp_state_dict import seen_as_fsdp
@@ -157,16 +158,15 @@ def test_state_dicts_of_experts_are_each_ranks_own_and_are_warned_of(
 ) -> None:
     model, optimizer = trained_expert(rank, world_size, seed=rank % 2, use_orig_params=use_orig_params)
     expected = values(model, optimizer)
-    unit = FullyShardedDataParallel
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        unit.set_state_dict_type(model, StateDictType[kind])
-        states = [(model.state_dict(), unit.optim_state_dict(model, optimizer)) for _ in range(2)]
+        FSDP.set_state_dict_type(model, StateDictType[kind])
+        states = [(model.state_dict(), FSDP.optim_state_dict(model, optimizer)) for _ in range(2)]
     words = [str(one.message) for one in caught if "hold unit" in str(one.message)]
     assert len(words) == 1 and f"ranks {rank % 2}, {rank % 2 + 2} hold unit 'expert'" in words[0]
     step(model, optimizer, seed=5)
     model.load_state_dict(states[1][0])
-    optimizer.load_state_dict(unit.optim_state_dict_to_load(model, optimizer, states[1][1]))
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, states[1][1]))
     assert_same(values(model, optimizer), expected)
 
 
@@ -223,24 +223,24 @@ def test_two_ranks_of_four_save_and_load_by_themselves(rank: int, kind: str, use
 
 def convert(model: Any, optimizer: torch.optim.Optimizer, how: str) -> Any:
     """Save and convert the optimizer's state by the functions named ``how``, for ``optimizer.load_state_dict``."""
-    unit, by = FullyShardedDataParallel, fsdp_c.OptimStateKeyType
+    by = fsdp_c.OptimStateKeyType
     rank0 = how in ("rank0", "scatter")
     sharded = how in ("sharded", "flatten")
     full = StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=rank0)
     rows = StateDictType.SHARDED_STATE_DICT, None, ShardedOptimStateDictConfig()
-    with unit.state_dict_type(model, *(rows if sharded else full)):
+    with FSDP.state_dict_type(model, *(rows if sharded else full)):
         if how in ("full", "rank0", "sharded"):
-            state = unit.optim_state_dict(model, optimizer)
-            return unit.optim_state_dict_to_load(model, optimizer, state)
+            state = FSDP.optim_state_dict(model, optimizer)
+            return FSDP.optim_state_dict_to_load(model, optimizer, state)
         if how == "flatten":
-            state = unit.sharded_optim_state_dict(model, optimizer)
-            return unit.flatten_sharded_optim_state_dict(state, model, optimizer)
-        state = unit.full_optim_state_dict(model, optimizer, rank0_only=rank0)
+            state = FSDP.sharded_optim_state_dict(model, optimizer)
+            return FSDP.flatten_sharded_optim_state_dict(state, model, optimizer)
+        state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0)
         if how == "scatter":
-            return unit.scatter_full_optim_state_dict(state or None, model, optim=optimizer)
+            return FSDP.scatter_full_optim_state_dict(state or None, model, optim=optimizer)
         for key in (by.PARAM_ID, by.PARAM_NAME) if how == "rekey" else ():
-            state = unit.rekey_optim_state_dict(state, key, model, optim=optimizer)
-        return unit.shard_full_optim_state_dict(state, model, optim=optimizer)
+            state = FSDP.rekey_optim_state_dict(state, key, model, optim=optimizer)
+        return FSDP.shard_full_optim_state_dict(state, model, optim=optimizer)
 
 
 HOW = ["full", "rank0", "sharded", "flatten", "scatter", "shard", "rekey"]
@@ -306,7 +306,7 @@ def test_two_ranks_of_four_clip_and_scale(rank: int) -> None:
         scaler.update()
     assert scaler.get_scale() == 1.0
     shapes = [param.shape for param in net(1).parameters()]
-    with FullyShardedDataParallel.summon_full_params(model):
+    with FSDP.summon_full_params(model):
         assert [param.shape for param in model.parameters()] == shapes
 
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,9 +17,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.collectives import ALL_GATHER
 from tests.models import WIDTH
-from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.parity.engine import different_paths
+from tests.ranks import all_strategies, both_views, on_ranks
 from tests.storage import live_nbytes_after_a_failure, settled_nbytes
-from tests.training import PER_BLOCK, batch, plain, wrap
+from tests.training import PER_BLOCK, assert_same, batch, plain, wrap
 
 STEPS_BEFORE = 2
 STEPS_AFTER = 3
@@ -83,25 +83,14 @@ class Trained:
 
 
 def assert_same_run(expected: Trained, actual: Trained) -> None:
-    assert all(torch.equal(one, other) for one, other in zip(expected.losses, actual.losses, strict=True))
-    for (name, one), other in zip(expected.model.named_parameters(), actual.model.parameters(), strict=True):
-        assert torch.equal(one, other), name
+    assert not different_paths(expected.losses, actual.losses)
+    assert_same(*(dict(one.model.named_parameters()) for one in (expected, actual)))
 
 
 def uninterrupted(rank: int, *arguments: Any, **options: Any) -> Trained:
     run = Trained(rank, *arguments, **options)
     run.steps(STEPS_BEFORE + STEPS_AFTER)
     return run
-
-
-@contextmanager
-def recursion_limit(limit: int) -> Iterator[None]:
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(limit)
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(before)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +109,11 @@ def test_infinite_recursion_of_units_raises_recursion_error(
     run.steps(STEPS_BEFORE)
     norm = run.model.module.blocks[0].module.norm
     hook = norm.register_forward_pre_hook(lambda module, args: run.model(args[0]) and None)
-    with recursion_limit(limit), pytest.raises(RecursionError, match="maximum recursion depth"):
+    default = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit)
+    with pytest.raises(RecursionError, match="maximum recursion depth"):
         run.loss(99)
+    sys.setrecursionlimit(default)
     hook.remove()
     assert live_nbytes_after_a_failure(before) == before
     run.steps(STEPS_AFTER)
@@ -162,15 +154,9 @@ class BrokenWork:
 @on_ranks(2)
 def test_all_units_are_reset_when_a_prefetch_failed() -> None:
     """Two units are prefetched when the first layer raises, and the first prefetch has failed."""
-    from fsdp_c import FullyShardedDataParallel
-
     before = settled_nbytes()
-    model = FullyShardedDataParallel(
-        nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        forward_prefetch=True,
-        device_id=device(),
-    )
+    net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    model = wrap(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), forward_prefetch=True)
     x = torch.ones(2, WIDTH)
     model(x).sum().backward()
     model._exec_order_data._forward_prefetch_limit = 2
@@ -202,10 +188,7 @@ def test_all_units_are_reset_when_a_prefetch_failed() -> None:
 
 @on_ranks(2)
 def test_sparse_gradient_is_refused_with_rank_unit_parameter_and_remedy(rank: int) -> None:
-    from fsdp_c import FullyShardedDataParallel
-
-    embedding = nn.Embedding(7, WIDTH, sparse=True)
-    model = FullyShardedDataParallel(embedding, device_id=device(), use_orig_params=True)
+    model = wrap(nn.Embedding(7, WIDTH, sparse=True))
     with pytest.raises(
         RuntimeError, match=rf"rank {rank}, unit Embedding.*gradient of weight.*ignored_modules, give all"
     ):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Upstream
 
@@ -20,21 +20,24 @@ from tests.training import assert_same, batch, sharded
 STEPS = 8
 SCALERS = {"torch": Upstream, "fsdp_c": ShardedGradScaler}
 FP16 = MixedPrecision(param_dtype=torch.float16)
-OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
-}
 
 
-def build(name: str, **arguments: Any) -> Any:
-    return sharded(name, **({"mixed_precision": FP16} | arguments))
+def overflowing(
+    weight: Tensor, scaler: ShardedGradScaler, held: Tensor | None = None, inf: bool = True
+) -> float:
+    """Return the scale after a step of SGD on ``held``, by default the weight, whose gradient may be inf."""
+    optimizer = torch.optim.SGD([weight if held is None else held], lr=1.0)
+    scaler.scale(weight.sum() * (float("inf") if inf else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
 
 
 def trained(
     name: str, rank: int, overflow: dict[int, int], unscale: bool, **arguments: Any
 ) -> dict[str, Any]:
     """Return scales, losses and parameters of STEPS steps. In step s only rank ``overflow[s]`` has an inf."""
-    model = build(name, **arguments)
+    model = sharded(name, mixed_precision=FP16, **arguments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scaler = SCALERS[name](
         device().type, init_scale=2.0**10, growth_factor=1.7, backoff_factor=0.3, growth_interval=2
@@ -79,7 +82,7 @@ def test_kept_fp16_gradients_are_unscaled_as_by_torch(rank: int) -> None:
     for name in SCALERS:
         torch.manual_seed(5)
         precision = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True)
-        model = build(name, use_orig_params=False, mixed_precision=precision)
+        model = sharded(name, use_orig_params=False, mixed_precision=precision)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = SCALERS[name](device().type, init_scale=256.0)
         scaler.scale(model(batch(0, rank)).float().square().mean()).backward()
@@ -106,27 +109,16 @@ def test_gradients_that_are_part_of_a_graph_are_unscaled(dtype: torch.dtype) -> 
 
 @on_ranks(2)
 def test_rank_without_gradients_takes_part(rank: int) -> None:
-    weight = nn.Parameter(torch.ones(3))
-    idle = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight if rank == 0 else idle], lr=1.0)
+    weight, idle = (nn.Parameter(torch.ones(3)) for _ in range(2))
     scaler = ShardedGradScaler(device().type, init_scale=4.0)
-    scaler.scale(weight.sum() * float("inf")).backward()
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0
+    assert overflowing(weight, scaler, weight if rank == 0 else idle) == 2.0
 
 
 @on_ranks(2)
 def test_only_the_ranks_of_the_group_share_a_finding(rank: int, world_size: int) -> None:
     groups = [dist.new_group([other]) for other in range(world_size)]
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = ShardedGradScaler(device().type, init_scale=4.0, growth_interval=1, process_group=groups[rank])
-    scaler.scale(weight.sum() * (float("inf") if rank == 0 else 1.0)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == (2.0 if rank == 0 else 8.0)
+    assert overflowing(nn.Parameter(torch.ones(3)), scaler, inf=rank == 0) == (2.0 if rank == 0 else 8.0)
 
 
 @on_ranks(2)
@@ -148,8 +140,8 @@ def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(rank: i
 def test_found_inf_per_device_equals_torchs(rank: int, how: str) -> None:
     shapes = {}
     for name, scaler_class in SCALERS.items():
-        model = build(name, mixed_precision=None)
-        optimizer = OPTIMIZERS["fused" if how == "fused" else "sgd"](model.parameters())
+        model = sharded(name)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=how == "fused")
         scaler = scaler_class(device().type, init_scale=4.0)
         scaler.scale(model(batch(0, rank)).sum()).backward()
         if how == "unscale_":

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = {"full": FULL, "sharded": SHARDED, "local": LOCAL}
 WHOLE = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
 Work = Callable[[], Any]
+Place = Callable[[Any, int, Work], Any]  # does the work for a model on a rank, and returns its result
 
 
 def built(which: str, use_orig_params: bool, seed: int = 0) -> Any:
@@ -61,38 +62,25 @@ def after_evaluation(model: Any, rank: int, work: Work) -> Any:
     return work()
 
 
-def under_no_grad(model: Any, rank: int, work: Work) -> Any:
-    with torch.no_grad():
-        return work()
+def under(mode: Callable[[], Any]) -> Place:
+    def place(model: Any, rank: int, work: Work) -> Any:
+        with mode():
+            return work()
+
+    return place
 
 
-def under_inference_mode(model: Any, rank: int, work: Work) -> Any:
-    with torch.inference_mode():
-        return work()
+def in_hook(register: Callable[[Any], Callable[..., Any]]) -> Place:
+    """Return a place inside a hook. ``register`` returns a model's function that registers it."""
 
+    def place(model: Any, rank: int, work: Work) -> Any:
+        results: list[Any] = []
+        handle = register(model)(lambda *_: results.append(work()))
+        model(batch(rank))
+        handle.remove()
+        return results[0]
 
-def _in_hook(model: Any, rank: int, work: Work, register: Callable[[Callable[..., None]], Any]) -> Any:
-    results: list[Any] = []
-    handle = register(lambda *_: results.append(work()))
-    model(batch(rank))
-    handle.remove()
-    return results[0]
-
-
-def in_pre_hook_of_root(model: Any, rank: int, work: Work) -> Any:
-    return _in_hook(model, rank, work, model.register_forward_pre_hook)
-
-
-def in_hook_of_root(model: Any, rank: int, work: Work) -> Any:
-    return _in_hook(model, rank, work, model.register_forward_hook)
-
-
-def in_hook_of_inner_unit(model: Any, rank: int, work: Work) -> Any:
-    return _in_hook(model, rank, work, model.module.blocks[0].register_forward_hook)
-
-
-def in_hook_of_module(model: Any, rank: int, work: Work) -> Any:
-    return _in_hook(model, rank, work, model.module.head.register_forward_hook)
+    return place
 
 
 def in_backward(model: Any, rank: int, work: Work) -> Any:
@@ -103,17 +91,21 @@ def in_backward(model: Any, rank: int, work: Work) -> Any:
     return results[0]
 
 
-IDLE = (
-    in_no_sync,
-    between_forward_and_backward,
-    after_backward,
-    after_evaluation,
-    under_no_grad,
-    under_inference_mode,
-    in_pre_hook_of_root,
-    in_hook_of_root,
-)
-BUSY = (in_hook_of_inner_unit, in_hook_of_module, in_backward)
+IDLE: dict[str, Place] = {
+    "no_sync": in_no_sync,
+    "between forward and backward": between_forward_and_backward,
+    "after a backward": after_backward,
+    "after an evaluation": after_evaluation,
+    "no_grad": under(torch.no_grad),
+    "inference_mode": under(torch.inference_mode),
+    "pre-hook of the root": in_hook(lambda model: model.register_forward_pre_hook),
+    "hook of the root": in_hook(lambda model: model.register_forward_hook),
+}
+BUSY: dict[str, Place] = {
+    "hook of an inner unit": in_hook(lambda model: model.module.blocks[0].register_forward_hook),
+    "hook of a module": in_hook(lambda model: model.module.head.register_forward_hook),
+    "backward": in_backward,
+}
 
 
 def summons(use_orig_params: bool) -> list[dict[str, bool]]:
@@ -160,15 +152,13 @@ def values_elsewhere(kind: StateDictType, use_orig_params: bool) -> dict[str, An
 def test_state_dict_and_load_wherever_units_are_idle(rank, kind, use_orig_params):
     source = built("fsdp_c", use_orig_params, seed=1)
     state, whole = got(source, KINDS[kind]), snapshot(got(source, FULL))
-    for place in IDLE:
-        name = place.__name__
+    for name, place in IDLE.items():
         results = []
         for which in ("torch", "fsdp_c"):
             model = built(which, use_orig_params)
             results.append(place(model, rank, lambda model=model: snapshot(got(model, KINDS[kind]))))
-        if not (
-            kind == "local" and place is between_forward_and_backward
-        ):  # torch's parameters are unsharded there
+        # torch's parameters are unsharded between forward and backward
+        if kind != "local" or place is not between_forward_and_backward:
             assert not different_paths(*results), name
         assert not different_paths(values_elsewhere(KINDS[kind], use_orig_params), results[1]), name
         model = built("fsdp_c", use_orig_params)
@@ -184,16 +174,16 @@ def test_state_dict_and_load_wherever_units_are_idle(rank, kind, use_orig_params
 def test_state_is_refused_inside_forward_and_backward(rank, kind, use_orig_params):
     source = built("fsdp_c", use_orig_params, seed=1)
     state = got(source, KINDS[kind])
-    for place in BUSY:
+    for name, place in BUSY.items():
         model = built("torch", use_orig_params)
         assert isinstance(place(model, rank, lambda m=model: attempt(lambda: got(m, KINDS[kind]))), Exception)
         model = built("fsdp_c", use_orig_params)
         before = snapshot(got(model, FULL))
         for work in (lambda m=model: got(m, KINDS[kind]), lambda m=model: loaded(m, KINDS[kind], state)):
             error = place(model, rank, lambda work=work: attempt(work))
-            assert isinstance(error, AssertionError), place.__name__
-            assert "Expects the handle training to be IDLE" in str(error), place.__name__
-        assert not different_paths(before, snapshot(got(model, FULL))), place.__name__
+            assert isinstance(error, AssertionError), name
+            assert "Expects the handle training to be IDLE" in str(error), name
+        assert not different_paths(before, snapshot(got(model, FULL))), name
 
 
 @both_views
@@ -209,25 +199,16 @@ def test_state_dict_inside_every_summon(rank, kind, use_orig_params):
             model = built(which, use_orig_params)
             with type(model).summon_full_params(model, **arguments):
                 found = attempt(lambda model=model: got(model, KINDS[kind]))
+                if which == "fsdp_c" and kind == "full" and arguments["rank0_only"]:
+                    with type(model).state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True)):
+                        of_rank_0 = snapshot(model.state_dict())
+                    assert not different_paths({} if hidden else expected, of_rank_0), arguments
             if hidden and which == "torch":
                 continue  # torch returns the remains of a shard
             if hidden:
                 assert isinstance(found, AssertionError) and "only rank 0 can save" in str(found), arguments
             else:
                 assert not different_paths(expected, snapshot(found)), (which, arguments)
-
-
-@both_views
-@on_ranks(2)
-def test_full_state_inside_summon_with_rank0_only(rank, use_orig_params):
-    expected = values_elsewhere(FULL, use_orig_params)
-    model = built("fsdp_c", use_orig_params)
-    with (
-        type(model).summon_full_params(model, writeback=False, rank0_only=True),
-        type(model).state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True)),
-    ):
-        found = snapshot(model.state_dict())
-    assert not different_paths(expected if rank == 0 else {}, found)
 
 
 @pytest.mark.parametrize("kind", [FULL, SHARDED], ids=lambda kind: kind.name)
@@ -305,7 +286,7 @@ def test_optim_state_dict_at_each_place_equals_torchs(rank, kind, use_orig_param
             return work()
 
     idle: Any = None
-    for place in (*IDLE, *BUSY, in_summon):
+    for name, place in (IDLE | BUSY | {"summon": in_summon}).items():
         gc.collect()  # close contexts that torch left open when it raised, before they disturb its next run
         results = []
         for which in ("torch", "fsdp_c"):
@@ -316,6 +297,6 @@ def test_optim_state_dict_at_each_place_equals_torchs(rank, kind, use_orig_param
             optimizer.zero_grad()
             results.append(place(model, rank, lambda m=model, o=optimizer: work(m, o)))
         idle = results[1] if idle is None else idle
-        if place in BUSY and results[0] is KeyError:
+        if name in BUSY and results[0] is KeyError:
             results[0] = idle
-        assert not different_paths(*results), (place.__name__, [type(each) for each in results])
+        assert not different_paths(*results), (name, [type(each) for each in results])

@@ -23,6 +23,7 @@ import train_lm  # noqa: E402
 from fsdp_c import checkpoint  # noqa: E402
 from tests.checkpoints import differences  # noqa: E402
 from tests.ranks import device_type  # noqa: E402
+from tests.training import assert_same  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +42,9 @@ def train(*flags: str, world_size: int = 2) -> subprocess.CompletedProcess[str]:
     return run_python(*command, OMP_NUM_THREADS="1", PYTHONPATH=path)
 
 
-def succeed(*flags: str) -> str:
+def succeed(*flags: str, world_size: int = 2) -> str:
     """Run the script and return its output. A failure shows the error output."""
-    done = train(*flags)
+    done = train(*flags, world_size=world_size)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -55,11 +56,11 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return out, succeed("--out", str(out), "--against", "torch")
 
 
-def plain_model(path: Path) -> torch.nn.Module:
-    """Return the model of a checkpoint, without FSDP."""
+def plain_state(path: Path) -> dict[str, torch.Tensor]:
+    """Return the parameters of a checkpoint, loaded without FSDP."""
     plain = train_lm.GPT(train_lm.ModelConfig(layers=1, width=16, heads=2, context=CONTEXT))
     checkpoint.load(plain, None, path)
-    return plain
+    return plain.state_dict()
 
 
 def test_a_run_leaves_checkpoints_curve_and_sample(finished_run: tuple[Path, str]) -> None:
@@ -83,15 +84,10 @@ def test_training_equals_torch_fsdp1_bit_for_bit(finished_run: tuple[Path, str])
     assert "largest difference between fsdp_c and torch, 4 steps: losses 0, parameters 0\n" in printed
 
 
-def assert_same_checkpoint(one: Path, other: Path) -> None:
-    """Assert equal parameters, optimizer state and progress."""
-    assert differences(one, other) == []
-
-
 def test_resuming_continues_as_if_never_interrupted(finished_run: tuple[Path, str], tmp_path: Path) -> None:
     out, _ = finished_run
     succeed("--out", str(tmp_path / "resumed"), "--resume", str(out / "step-000002"))
-    assert_same_checkpoint(out / "step-000004", tmp_path / "resumed" / "step-000004")
+    assert differences(out / "step-000004", tmp_path / "resumed" / "step-000004") == []
 
 
 def test_resume_auto_passes_over_a_damaged_checkpoint(finished_run: tuple[Path, str], tmp_path: Path) -> None:
@@ -102,7 +98,7 @@ def test_resume_auto_passes_over_a_damaged_checkpoint(finished_run: tuple[Path, 
     printed = succeed("--out", str(tmp_path / "run"), "--resume", "auto")
     assert "trying the one before" in printed
     assert "resumed from" in printed
-    assert_same_checkpoint(out / "step-000004", tmp_path / "run" / "step-000004")
+    assert differences(out / "step-000004", tmp_path / "run" / "step-000004") == []
 
 
 def test_resuming_with_another_number_of_ranks_strategy_and_implementation(
@@ -111,14 +107,12 @@ def test_resuming_with_another_number_of_ranks_strategy_and_implementation(
     """The first step after a resume starts from the same parameters, also in torch's FSDP."""
     out, _ = finished_run
     flags = ["--resume", str(out / "step-000002"), "--steps", "2"]
-    one = train(
+    succeed(
         "--out", str(tmp_path / "1"), *flags, "--strategy", "shard_grad_op", "--use-orig-params", world_size=1
     )
-    assert one.returncode == 0, one.stderr[-4000:]
     printed = succeed("--out", str(tmp_path / "2"), *flags, "--impl", "torch", "--steps", "4")
     assert "2 of 4 steps done" in printed
-    expected, actual = (plain_model(path / "step-000004").state_dict() for path in (out, tmp_path / "2"))
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert_same(*(plain_state(path / "step-000004") for path in (out, tmp_path / "2")))
 
 
 def test_missing_data_is_one_error_and_writes_nothing(tmp_path: Path) -> None:

@@ -5,44 +5,25 @@ way runs in fresh processes.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.hidden_fsdp1 import WAYS
+from tests.processes import run_ranks
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 
 
 def run(way: str, folder: Path) -> list[dict[str, Any]]:
     """Return the output of ``tests.without_fsdp1`` on each rank. Fails with the output of a failed rank."""
-    command = [sys.executable, "-m", "tests.without_fsdp1", way]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(RANKS), str(folder)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        outputs = [process.communicate(timeout=600)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for process, output in zip(ranks, outputs, strict=True):
-        assert process.returncode == 0, output[-3000:]
+    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    arguments = [["-m", "tests.without_fsdp1", way, rank, RANKS, folder] for rank in range(RANKS)]
+    for done in run_ranks(arguments, **variables):
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return [json.loads((folder / way / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
