@@ -291,8 +291,9 @@ class FullyShardedDataParallel(ShardedModule):
         moved off their device, or differ from other ranks'.
         """
         if self._unit.runtime is None:
-            # Avoid inference tensors: later steps write to the tensors created here.
-            with torch.inference_mode(False), torch.no_grad():
+            # Later steps write to the tensors created here: they are neither inference tensors nor of a
+            # transformation of torch.func.
+            with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch():
                 compiling.eager(FullyShardedDataParallel._init_tree)(self, alone)
 
     def _init_tree(self, alone: bool) -> None:

@@ -5,7 +5,6 @@ casts them again.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
@@ -32,8 +31,10 @@ def cast_for_computation(modules: Iterable[ShardedModule], device: torch.device)
         if name not in module._buffer_names:
             module._buffer_names.add(name)
             module._buffer_name_to_orig_dtype[name] = buffer.dtype
-        dtype = module.mixed_precision.buffer_dtype if buffer.is_floating_point() else None
-        _convert(buffer, device=device, dtype=dtype)
+        dtype = module.mixed_precision.buffer_dtype
+        buffer.data = buffer.to(
+            device=device, dtype=dtype if dtype is not None and buffer.is_floating_point() else None
+        )
 
 
 def _own_buffers(modules: Iterable[ShardedModule]) -> Iterator[tuple[ShardedModule, str, torch.Tensor]]:
@@ -52,10 +53,4 @@ def _own_buffers(modules: Iterable[ShardedModule]) -> Iterator[tuple[ShardedModu
 def cast_back(modules: Iterable[ShardedModule]) -> None:
     """Cast buffers to their original dtypes. Values rounded by an earlier cast stay rounded."""
     for module, name, buffer in _own_buffers(modules):
-        _convert(buffer, dtype=module._buffer_name_to_orig_dtype.get(name))
-
-
-def _convert(buffer: torch.Tensor, **properties: Any) -> None:
-    """Set ``buffer.data``, inside a transformation of torch.func too, whose tensors would not outlive it."""
-    with torch._C._DisableFuncTorch():
-        buffer.data = buffer.to(**properties)
+        buffer.data = buffer.to(dtype=module._buffer_name_to_orig_dtype.get(name))

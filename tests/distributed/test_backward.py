@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.test_reshard import full
 from tests.models import WIDTH, Net
-from tests.ranks import all_strategies, both_views, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.storage import live_nbytes, live_nbytes_after_a_failure, settled_nbytes
 from tests.training import PER_BLOCK, assert_same, full_state, train, wrap
 from tests.training import batch as inputs
@@ -132,6 +132,21 @@ def test_vmap_works_without_gradients_and_is_refused_with_them(
     assert_same_gradients(model, reference, twice, rank, world_size)
     with torch.inference_mode():
         torch.testing.assert_close(torch.vmap(model)(inputs), model(inputs))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_a_first_forward_in_a_transformation_leaves_buffers_as_outside(
+    rank: int, dtype: torch.dtype | None
+) -> None:
+    """Tensors made inside a transformation would not outlive it."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    model = wrap(module, mixed_precision=MixedPrecision(param_dtype=dtype, buffer_dtype=dtype))
+    x = batch(rank).float()
+    with pytest.raises(NotImplementedError, match="transformation of torch.func"):
+        torch.func.grad(lambda x: model(x).sum())(x)
+    assert model.module[1].running_var.dtype == (dtype or torch.float32)
+    assert torch.equal(full_state(model)["1.running_var"], torch.ones(WIDTH, device=device()))
 
 
 class Recursive(nn.Module):
