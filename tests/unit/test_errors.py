@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, _init_utils
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_c import fully_sharded_data_parallel
 from fsdp_c.api import HandleTrainingState
@@ -28,6 +28,7 @@ from fsdp_c.compat.upstream import HandleShardingStrategy, torch_version
 from fsdp_c.sharding import construction
 from fsdp_c.sharding.traversal import Subtree
 from fsdp_c.wrap import ModuleWrapPolicy
+from tests.collectives import fake_ranks
 from tests.errors import CPU, Implementation, Net, Row, check, forget_torchs_units, of, rows
 from tests.training import debug_level
 
@@ -35,12 +36,13 @@ WORLD_SIZE, RANK = 4, 1
 X = torch.ones(2, 3)
 
 
+_group = fake_ranks(RANK, WORLD_SIZE)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD_SIZE)
+def forgotten_units() -> Iterator[None]:
     yield
     forget_torchs_units()
-    dist.destroy_process_group()
 
 
 def inner_unit(fsdp: Implementation) -> nn.Module:
@@ -99,34 +101,12 @@ def enter(context: Any) -> None:
 # ----------------------------------------------------------------- construction
 
 
-def mix_ignored_states(fsdp: Implementation) -> None:
-    net = Net()
-    fsdp.wrap(net, ignored_states=[net.first, net.first.weight])
-
-
-def ignore_a_parameter_as_module(fsdp: Implementation) -> None:
-    net = Net()
-    fsdp.wrap(net, ignored_modules=[net.first.weight])
-
-
-def ignore_a_unit(fsdp: Implementation) -> None:
-    net = inner_unit(fsdp)
-    fsdp.wrap(net, ignored_modules=[net.second])
-
-
-def ignore_the_root(fsdp: Implementation) -> None:
-    net = Net()
-    fsdp.wrap(net, ignored_modules=[net])
+def wrap_with(fsdp: Implementation, net: Any, arguments: Callable[[Any], dict[str, Any]]) -> None:
+    fsdp.wrap(net, **arguments(net))
 
 
 def shard_hybrid(fsdp: Implementation, **kwargs: Any) -> None:
     fsdp.wrap(Net(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, **kwargs)
-
-
-def initialise_with_a_number(fsdp: Implementation) -> None:
-    with torch.device("meta"):
-        net = Net()
-    fsdp.wrap(net, param_init_fn=3)
 
 
 def initialise_without_reset(fsdp: Implementation) -> None:
@@ -163,35 +143,18 @@ def wrap_over_units(fsdp: Implementation) -> None:
     wrapping._recursive_wrap(inner_unit(fsdp), wrapping.always_wrap_policy, fsdp.FSDP, set(), set())
 
 
-def answer_a_policy_wrongly(fsdp: Implementation) -> None:
-    fsdp.wrapping.CustomPolicy(lambda module: "yes")._run_policy(Net(), set(), {})
-
-
-class Holder(torch.Tensor):
+class Holder(TwoTensor):
     """A wrapper subclass that names among its tensors an attribute that is none."""
 
-    @staticmethod
-    def __new__(cls) -> Holder:
-        return torch.Tensor._make_wrapper_subclass(cls, (2,))
-
-    def __init__(self) -> None:
-        self.inner = "not a tensor"
+    inner = "not a tensor"
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["inner"], None
 
-    @staticmethod
-    def __tensor_unflatten__(tensors: Any, meta: Any, size: Any, stride: Any) -> Holder:
-        return Holder()
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0]
-
 
 def synchronise_a_holder(fsdp: Implementation) -> None:
     net = Net()
-    net.register_buffer("held", Holder())
+    net.register_buffer("held", Holder(torch.ones(2), torch.ones(2)))
     fsdp.wrap(net, sync_module_states=True)
 
 
@@ -257,11 +220,15 @@ X-033 | UserWarning | Both mixed precision and an auto_wrap_policy were specifie
     {
         "X-001": lambda fsdp: fsdp.wrap(nn.ModuleList([nn.Linear(2, 2)])),
         "X-002": lambda fsdp: fsdp.wrap(Net(), ignored_modules=[], ignored_states=[]),
-        "X-003": mix_ignored_states,
-        "X-004": ignore_a_parameter_as_module,
+        "X-003": lambda fsdp: wrap_with(
+            fsdp, Net(), lambda net: {"ignored_states": [net.first, net.first.weight]}
+        ),
+        "X-004": lambda fsdp: wrap_with(fsdp, Net(), lambda net: {"ignored_modules": [net.first.weight]}),
         "X-005": lambda fsdp: fsdp.wrap(Net(), ignored_modules=3),
-        "X-006": ignore_a_unit,
-        "X-007": ignore_the_root,
+        "X-006": lambda fsdp: wrap_with(
+            fsdp, inner_unit(fsdp), lambda net: {"ignored_modules": [net.second]}
+        ),
+        "X-007": lambda fsdp: wrap_with(fsdp, Net(), lambda net: {"ignored_modules": [net]}),
         "X-008": lambda fsdp: fsdp.wrap(on("cuda:0", "xpu:0"), device_id=None),
         "X-010": lambda fsdp: fsdp.wrap(Net(), device_id=torch.device("xla")),
         "X-011": lambda fsdp: fsdp.wrap(
@@ -277,7 +244,7 @@ X-033 | UserWarning | Both mixed precision and an auto_wrap_policy were specifie
         "X-019": lambda fsdp: with_cuda(lambda: fsdp.wrap(Net(), device_id=torch.device("cuda"))),
         "X-020": lambda fsdp: with_cuda(lambda: fsdp.wrap(on("cuda:0"), device_id=torch.device("cuda", 3))),
         "X-021": lambda fsdp: with_cuda(lambda: fsdp.wrap(Net(), device_id=None)),
-        "X-022": initialise_with_a_number,
+        "X-022": lambda fsdp: fsdp.wrap(Net().to("meta"), param_init_fn=3),
         "X-023": initialise_without_reset,
         "X-023 error": initialise_without_reset,
         "X-027": leave_a_parameter,
@@ -311,23 +278,13 @@ X-036 root | AssertionError | Non-root modules should have their parent module s
 """,
     {
         "X-029": wrap_over_units,
-        "X-030": answer_a_policy_wrongly,
+        "X-030": lambda fsdp: fsdp.wrapping.CustomPolicy(lambda module: "yes")._run_policy(Net(), set(), {}),
         "X-034": nest_enable_wrap,
         "X-035": lambda fsdp: enter(fsdp.wrapping.enable_wrap()),
         "X-036": lambda fsdp: fsdp.wrapping._post_order_apply(Net(), lambda module: 3),
         "X-036 root": lambda fsdp: fsdp.wrapping._post_order_apply(nn.ReLU(), lambda module: 3),
     },
 )
-
-
-@of(CONSTRUCTION)
-def test_construction_refuses_in_torchs_words(row: Row) -> None:
-    check(row)
-
-
-@of(WRAPPING)
-def test_wrapping_refuses_in_torchs_words(row: Row) -> None:
-    check(row)
 
 
 # ----------------------------------------------------------------- flattening
@@ -337,14 +294,6 @@ def param(
     dtype: torch.dtype = torch.float32, requires_grad: bool = True, device: str = "cpu"
 ) -> nn.Parameter:
     return nn.Parameter(torch.ones(3, dtype=dtype, device=device), requires_grad)
-
-
-def derive_a_flat_parameter(fsdp: Implementation) -> None:
-    type("Flat", (fsdp.FlatParameter,), {})()
-
-
-def flatten_misaligned(fsdp: Implementation) -> None:
-    flatten(fsdp, param()).flatten_tensors([torch.ones(3)], -1)
 
 
 def set_variable(fsdp: Implementation, name: str) -> None:
@@ -384,9 +333,9 @@ X-050 reduce | logging.LogRecord | Since FSDP_USE_FAKE_REDUCE=1, FSDP will not e
         "X-043": lambda fsdp: flatten(fsdp, param(), param(torch.float16)),
         "X-044": lambda fsdp: flatten(fsdp, param(), param(requires_grad=False)),
         "X-045": lambda fsdp: flatten(fsdp, param(), param(device="meta")),
-        "X-046": flatten_misaligned,
+        "X-046": lambda fsdp: flatten(fsdp, param()).flatten_tensors([torch.ones(3)], -1),
         "X-047": lambda fsdp: handle_of(fsdp, [param()], module_of(param())),
-        "X-049": derive_a_flat_parameter,
+        "X-049": lambda fsdp: type("Flat", (fsdp.FlatParameter,), {})(),
         "X-050": lambda fsdp: set_variable(fsdp, "FSDP_SKIP_WRITEBACK_CHECK"),
         "X-050 gather": lambda fsdp: set_variable(fsdp, "FSDP_USE_FAKE_ALL_GATHER"),
         "X-050 reduce": lambda fsdp: set_variable(fsdp, "FSDP_USE_FAKE_REDUCE"),
@@ -394,33 +343,22 @@ X-050 reduce | logging.LogRecord | Since FSDP_USE_FAKE_REDUCE=1, FSDP will not e
 )
 
 
-@of(FLATTENING)
-def test_flattening_refuses_in_torchs_words(row: Row) -> None:
-    check(row)
-
-
 # ----------------------------------------------------------------- lazy initialisation and runtime
 
 
-def run_without_device(fsdp: Implementation) -> None:
+def run_with(fsdp: Implementation, name: str, value: Any) -> None:
     model = fsdp.wrap(Net())
-    model._device_handle = types.SimpleNamespace(is_available=lambda: False)
+    setattr(model, name, value)
     model(X)
 
 
-def apply_in_forward(fsdp: Implementation) -> None:
-    class Applying(Net):
+def call_in_forward(fsdp: Implementation, call: Callable[[Any], Any]) -> None:
+    class Calling(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            model.apply(lambda module: None)
-            return x
+            call(model)
+            return super().forward(x)
 
-    model = fsdp.wrap(Applying())
-    model(X)
-
-
-def compute_elsewhere(fsdp: Implementation) -> None:
-    model = fsdp.wrap(Net())
-    model.compute_device = torch.device("cuda", 0)
+    model = fsdp.wrap(Calling())
     model(X)
 
 
@@ -463,10 +401,6 @@ def differ_in_eval_precision(fsdp: Implementation) -> None:
     fsdp.wrap(net)(X)
 
 
-def differentiate_gradients(fsdp: Implementation) -> None:
-    fsdp.wrap(Net())(X).sum().backward(create_graph=True)
-
-
 def replace_between(fsdp: Implementation) -> None:
     strategy = ShardingStrategy.SHARD_GRAD_OP
     model = fsdp.wrap(nn.Linear(3, 3), use_orig_params=True, sharding_strategy=strategy)
@@ -485,19 +419,11 @@ def reshape(fsdp: Implementation) -> None:
     model(X)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
-
-
 def untie(fsdp: Implementation) -> None:
-    model = fsdp.wrap(Tied(), use_orig_params=True)
-    model.module.second.weight = nn.Parameter(model.module.second.weight.detach().clone())
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[1].weight = net[0].weight
+    model = fsdp.wrap(net, use_orig_params=True)
+    net[1].weight = nn.Parameter(net[1].weight.detach().clone())
     model(X)
 
 
@@ -542,22 +468,24 @@ X-074 | AssertionError | FSDP does not support changing the parameters between f
 X-075 | RuntimeError | Cannot writeback when the parameter shape changes
     ours: of unit Linear has shape \(\d,\) on rank 1.*\[7\]
 X-076 | NotImplementedError | Changing shared parameters is not supported yet
-    ours: rank 1, unit Tied
+    ours: rank 1, unit Sequential
 X-077 | UserWarning | [Rank 1] Parameter needs writeback in
     ours: of unit Linear
 X-085 | logging.LogRecord, whole | FSDP firing post-backward hooks for parameters
 """,
     {
-        "X-060": run_without_device,
-        "X-061": apply_in_forward,
-        "X-062": compute_elsewhere,
+        "X-060": lambda fsdp: run_with(
+            fsdp, "_device_handle", types.SimpleNamespace(is_available=lambda: False)
+        ),
+        "X-061": lambda fsdp: call_in_forward(fsdp, lambda model: model.apply(lambda module: None)),
+        "X-062": lambda fsdp: run_with(fsdp, "compute_device", torch.device("cuda", 0)),
         "X-063": move_offloaded,
         "X-064": attach_optimizer,
         "X-065": use_inner_first,
         "X-066": lambda fsdp: differ_in(fsdp, "use_orig_params", True, False),
         "X-066 limiter": lambda fsdp: differ_in(fsdp, "limit_all_gathers", True, False),
         "X-066 eval": differ_in_eval_precision,
-        "X-069": differentiate_gradients,
+        "X-069": lambda fsdp: fsdp.wrap(Net())(X).sum().backward(create_graph=True),
         "X-074": replace_between,
         "X-075": reshape,
         "X-076": untie,
@@ -565,11 +493,6 @@ X-085 | logging.LogRecord, whole | FSDP firing post-backward hooks for parameter
         "X-085": log_the_backward,
     },
 )
-
-
-@of(RUNTIME)
-def test_runtime_refuses_in_torchs_words(row: Row) -> None:
-    check(row)
 
 
 # ----------------------------------------------------------------- calls of the user
@@ -583,16 +506,6 @@ def flip_in_no_sync(fsdp: Implementation) -> None:
 
 def summon(model: Any, **kwargs: Any) -> None:
     enter(type(model).summon_full_params(model, **kwargs))
-
-
-def summon_in_forward(fsdp: Implementation) -> None:
-    class Summoning(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            summon(model)
-            return super().forward(x)
-
-    model = fsdp.wrap(Summoning())
-    model(X)
 
 
 def summon_twice(fsdp: Implementation) -> None:
@@ -664,7 +577,7 @@ X-106 | NotImplementedError | offload_to_cpu=True and NO_SHARD is not supported
 X-107 | NotImplementedError | writeback=True and rank0_only=True is not supported
 X-108 | UserWarning | offload_to_cpu=True and rank0_only=False may result in
 X-109 | AssertionError | Cannot manually unshard parameters during forward/backward
-    ours: rank 1, unit Summoning
+    ours: rank 1, unit Calling
 X-110 | AssertionError | Cannot manually unshard parameters when already unsharding parameters
     ours: rank 1, unit Net
 X-111 | AssertionError | Expects the handle training to be IDLE but got HandleTrainingState.
@@ -696,7 +609,7 @@ X-120 scale | AssertionError, whole | new_scale should be a float or a 1-element
         "X-106": lambda fsdp: summon(fsdp.unsharded(), offload_to_cpu=True),
         "X-107": lambda fsdp: summon(fsdp.wrap(Net()), rank0_only=True),
         "X-108": lambda fsdp: summon(fsdp.wrap(Net()), offload_to_cpu=True),
-        "X-109": summon_in_forward,
+        "X-109": lambda fsdp: call_in_forward(fsdp, summon),
         "X-110": summon_twice,
         "X-111": summon_busy_handle,
         "X-112": lambda fsdp: (
@@ -715,8 +628,8 @@ X-120 scale | AssertionError, whole | new_scale should be a float or a 1-element
 )
 
 
-@of(USER_CALLS)
-def test_calls_of_the_user_are_refused_in_torchs_words(row: Row) -> None:
+@of([*CONSTRUCTION, *WRAPPING, *FLATTENING, *RUNTIME, *USER_CALLS])
+def test_errors_and_warnings_begin_with_torchs_words(row: Row) -> None:
     check(row)
 
 
