@@ -9,18 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-LIBRARIES = [
-    "accelerate",
-    "transformers",
-    "lightning",
-    "peft",
-    "trl",
-    "bitsandbytes",
-    "torchao",
-    "pytorch_optimizer",
-]
-
-ON_RANKS = LIBRARIES[:4]  # others are used by examples, in processes of their own
+ON_RANKS = ("accelerate", "transformers", "lightning", "peft")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.clients.support import ON_CPU
+from tests.clients.support import ON_CPU, assert_same_parameters, train_reference
 
 WIDTH = 5
 GLOBAL_BATCH = 12  # divides evenly among 2, 3 and 4 ranks
@@ -77,6 +81,20 @@ def rank_batch(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
 def whole_loss(model: nn.Module, step: int) -> Tensor:
     inputs, targets = batch(step)
     return F.mse_loss(model(inputs), targets)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def assert_trained_as_unsharded(
+    losses: list[float], parameters: dict[str, Tensor], steps: Iterable[int], **options: Any
+) -> None:
+    """Compare with the unsharded model, trained on the batches of ``steps``."""
+    plain = mlp()
+    expected = train_reference(plain, whole_loss, steps, optimizer=adam(plain), **options)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert_same_parameters(parameters, plain.state_dict())
 
 
 def on_cpu(strategy: type) -> type:

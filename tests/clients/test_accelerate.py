@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.clients.support import (
     ON_CPU,
+    ROOT,
     TIMEOUT_S,
     assert_ours,
     assert_same_parameters,
@@ -26,7 +25,7 @@ from tests.clients.support import (
     train_reference,
 )
 from tests.models import WIDTH, Net
-from tests.processes import output_of_python
+from tests.processes import run_python
 from tests.ranks import both_views, on_ranks
 
 require("accelerate")
@@ -62,6 +61,12 @@ def data() -> TensorDataset:
     return TensorDataset(
         torch.randn(SAMPLES, WIDTH, generator=generator), torch.randn(SAMPLES, WIDTH, generator=generator)
     )
+
+
+def whole_loss(model: nn.Module, micro: int) -> torch.Tensor:
+    """Return the loss of a micro batch of two ranks."""
+    inputs, targets = (whole.split(2 * BATCH)[micro] for whole in data().tensors)
+    return F.mse_loss(model(inputs).float(), targets)
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -122,14 +127,9 @@ def test_accumulated_clipped_steps_are_those_of_the_unsharded_model(rank, world_
     model, optimizer, loader = prepared(acc)
     losses = train(acc, model, optimizer, loader, max_norm=0.5)
 
-    plain, tensors = net(), data().tensors
-
-    def loss_of(model, micro):
-        inputs, targets = (whole.split(world_size * BATCH)[micro] for whole in tensors)
-        return F.mse_loss(model(inputs), targets)
-
+    plain = net()
     adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    expected = train_reference(plain, loss_of, range(4), optimizer=adam, max_norm=0.5, micro_batches=2)
+    expected = train_reference(plain, whole_loss, range(4), optimizer=adam, max_norm=0.5, micro_batches=2)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert_same_parameters(full_parameters(model), plain.state_dict())
     assert_same_parameters(acc.get_state_dict(model), plain.state_dict() if rank == 0 else {})
@@ -169,17 +169,11 @@ def test_low_precision_model_is_trained_in_fp32_under_bf16(rank, world_size, use
     losses = train(acc, model, optimizer, loader)
     assert {param.dtype for param in model.parameters()} == {torch.float32}
 
-    plain, tensors = net().bfloat16().float(), data().tensors
-
-    def loss_of(model, micro):
-        inputs, targets = (whole.split(world_size * BATCH)[micro] for whole in tensors)
-        with torch.autocast("cpu", torch.bfloat16):
-            return F.mse_loss(model(inputs).float(), targets)
-
+    plain = net().bfloat16().float()
     start = {name: value.clone() for name, value in plain.state_dict().items()}
-    expected = train_reference(
-        plain, loss_of, range(8), optimizer=torch.optim.SGD(plain.parameters(), lr=1e-3)
-    )
+    sgd = torch.optim.SGD(plain.parameters(), lr=1e-3)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = train_reference(plain, whole_loss, range(8), optimizer=sgd)
     assert losses == pytest.approx(expected, rel=2e-2)  # bf16 has 8 significant bits
     found = full_parameters(model)
     for name, param in plain.named_parameters():
@@ -207,34 +201,12 @@ def test_saved_models_are_those_of_the_unsharded_model(rank, world_size, tmp_pat
     assert isinstance(acc.unwrap_model(model), Net)
 
 
-LAUNCHED = """
-import json, os, sys
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
-
-device = torch.device("cpu")
-if torch.cuda.is_available():
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-dist.init_process_group()
-model = FullyShardedDataParallel(torch.nn.Linear(3, 5), device_id=device)
-model(torch.ones(2, 3)).sum().backward()
-found = {"class": type(model).__module__, "ranks": dist.get_world_size(), "arguments": sys.argv[1:]}
-with open(f"{sys.argv[1]}.{dist.get_rank()}", "w") as file:
-    json.dump(found, file)
-dist.destroy_process_group()
-"""
-
-
-def test_launch_runs_an_unchanged_script_under_fsdp_c(tmp_path):
-    script, found_at = tmp_path / "train.py", str(tmp_path / "found")
-    script.write_text(LAUNCHED)
+def test_launch_runs_an_unchanged_script_under_fsdp_c():
     options = ["--use_fsdp", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     options += ["--dynamo_backend", "no", "--main_process_port", "0"]
-    command = ["-m", "accelerate.commands.launch", *options, "-m", "fsdp_c", script, found_at, "--lr", "0.1"]
-    output_of_python(*command, cwd=tmp_path, **environment())
-    for rank in range(2):
-        found = json.loads(Path(f"{found_at}.{rank}").read_text())
-        assert found["class"].startswith("fsdp_c")
-        assert (found["ranks"], found["arguments"]) == (2, [found_at, "--lr", "0.1"])
+    script = ["-m", "fsdp_c", "examples/plain_torchrun.py", "--steps", "2"]
+    command = ["-m", "accelerate.commands.launch", *options, *script]
+    done = run_python(*command, cwd=ROOT, **environment(TORCH_LOGS="fsdp_c"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(": loss ") == 2
+    assert done.stderr.count("4 units and segments, ") == 1 and "FULL_SHARD over 2" in done.stderr

@@ -12,11 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.clients.lightning_models import STEPS, Layer, manually_wrapped, mlp, on_cpu, rank_batch, whole_loss
+from tests.clients.lightning_models import (
+    STEPS,
+    Layer,
+    adam,
+    assert_trained_as_unsharded,
+    manually_wrapped,
+    mlp,
+    on_cpu,
+    rank_batch,
+    whole_loss,
+)
 from tests.clients.support import (
     TIMEOUT_S,
     assert_ours,
-    assert_same_parameters,
     full_parameters,
     launched,
     require,
@@ -64,16 +73,6 @@ def train(fabric, model, optimizer, steps, micro_batches=1, max_norm=None) -> li
     return losses
 
 
-def adam(model) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def expected_run(steps=range(STEPS), **options) -> tuple[list[float], dict[str, Tensor]]:
-    plain = mlp()
-    losses = train_reference(plain, whole_loss, steps, optimizer=adam(plain), **options)
-    return losses, plain.state_dict()
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -93,11 +92,9 @@ def test_model_and_optimizer_set_up_together_train_as_unsharded(rank, world_size
     plain = mlp()
     model, optimizer = run.setup(plain, adam(plain))
     assert_ours(model)
-    losses, parameters = expected_run(range(3), micro_batches=2, max_norm=0.5)
-    assert train(run, model, optimizer, range(3), micro_batches=2, max_norm=0.5) == pytest.approx(
-        losses, rel=1e-5
-    )
-    assert_same_parameters(full_parameters(model._forward_module), parameters)
+    accumulated = {"micro_batches": 2, "max_norm": 0.5}
+    losses = train(run, model, optimizer, range(3), **accumulated)
+    assert_trained_as_unsharded(losses, full_parameters(model._forward_module), range(3), **accumulated)
 
 
 @both_views
@@ -109,9 +106,8 @@ def test_layers_wrapped_by_hand_train_as_unsharded(rank, world_size, use_orig_pa
     model = run.setup_module(model)
     assert_ours(model)
     optimizer = run.setup_optimizers(adam(model))
-    losses, parameters = expected_run()
-    assert train(run, model, optimizer, range(STEPS)) == pytest.approx(losses, rel=1e-5)
-    assert_same_parameters(full_parameters(model._forward_module), parameters)
+    losses = train(run, model, optimizer, range(STEPS))
+    assert_trained_as_unsharded(losses, full_parameters(model._forward_module), range(STEPS))
 
 
 @on_ranks(2, TIMEOUT_S, LIBRARY)
@@ -129,10 +125,10 @@ def test_marked_methods_compute_with_gathered_parameters(rank, world_size):
 def test_bf16_mixed_precision_keeps_fp32_parameters(rank, world_size):
     run = fabric(rank, world_size, precision="bf16-mixed", auto_wrap_policy={Layer})
     model = run.setup_module(mlp())
-    optimizer = run.setup_optimizers(adam(model))
-    losses, _ = expected_run()
-    # bf16 has 8 significant bits
-    assert train(run, model, optimizer, range(STEPS)) == pytest.approx(losses, rel=3e-2)
+    losses = train(run, model, run.setup_optimizers(adam(model)), range(STEPS))
+    plain = mlp()
+    expected = train_reference(plain, whole_loss, range(STEPS), optimizer=adam(plain))
+    assert losses == pytest.approx(expected, rel=3e-2)  # bf16 has 8 significant bits
     assert {value.dtype for value in full_parameters(model._forward_module).values()} == {torch.float32}
 
 
@@ -172,9 +168,7 @@ def test_run_resumed_on_another_number_of_ranks_ends_as_the_unsharded_one(tmp_pa
     }
     before = pool(2, LIBRARY).run(HERE, "trained_and_saved", arguments, TIMEOUT_S)[0]
     after, parameters = pool(3, LIBRARY).run(HERE, "resumed", arguments, TIMEOUT_S)[0]
-    losses, expected = expected_run()
-    assert before + after == pytest.approx(losses, rel=1e-5)
-    assert_same_parameters(parameters, expected)
+    assert_trained_as_unsharded(before + after, parameters, range(STEPS))
 
 
 @on_ranks(4, TIMEOUT_S, LIBRARY)
@@ -184,6 +178,4 @@ def test_hybrid_run_resumed_from_shards_ends_as_the_unsharded_one(rank, world_si
     options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh, "state_dict_type": "sharded"}
     before = trained_and_saved(rank, world_size, tmp_path, options)
     after, parameters = resumed(rank, world_size, tmp_path, options)
-    losses, expected = expected_run()
-    assert before + after == pytest.approx(losses, rel=1e-5)
-    assert_same_parameters(parameters, expected)
+    assert_trained_as_unsharded(before + after, parameters, range(STEPS))

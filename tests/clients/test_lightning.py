@@ -13,16 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.clients.lightning_models import Layer, batch, manually_wrapped, mlp, on_cpu, whole_loss
-from tests.clients.support import (
-    TIMEOUT_S,
-    assert_ours,
-    assert_same_parameters,
-    full_parameters,
-    launched,
-    require,
-    train_reference,
+from tests.clients.lightning_models import (
+    Layer,
+    adam,
+    assert_trained_as_unsharded,
+    batch,
+    manually_wrapped,
+    mlp,
+    on_cpu,
+    whole_loss,
 )
+from tests.clients.support import TIMEOUT_S, assert_ours, full_parameters, launched, require
 from tests.ranks import both_views, device_type, on_ranks, pool
 
 require("lightning")
@@ -30,6 +31,7 @@ require("lightning")
 LIBRARY = "lightning"
 HERE = "tests.clients.test_lightning"
 EPOCH = 3  # number of steps
+TWO_EPOCHS = [*range(EPOCH)] * 2
 
 
 def lit_module(seed: int = 0, by_hand: bool = False) -> Any:
@@ -60,10 +62,6 @@ def lit_module(seed: int = 0, by_hand: bool = False) -> Any:
             return adam(self.trainer.model)
 
     return Lit()
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def loader(rank: int, world_size: int) -> DataLoader:
@@ -104,12 +102,6 @@ def parameters_of(run: Any) -> dict[str, Tensor]:
     return {name.removeprefix("model."): value for name, value in full_parameters(run.strategy.model).items()}
 
 
-def expected_run() -> tuple[list[float], dict[str, Tensor]]:
-    plain = mlp()
-    losses = train_reference(plain, whole_loss, [*range(EPOCH)] * 2, optimizer=adam(plain))
-    return losses, plain.state_dict()
-
-
 @pytest.mark.parametrize("by_hand", [False, True], ids=["policy", "configure_model"])
 @both_views
 @on_ranks(2, TIMEOUT_S, LIBRARY)
@@ -118,10 +110,8 @@ def test_trained_and_validated_as_unsharded(rank, world_size, use_orig_params, b
     run, module = trainer(rank, world_size, tmp_path, options, max_epochs=2), lit_module(by_hand=by_hand)
     run.fit(module, loader(rank, world_size), loader(rank, world_size))
     assert_ours(run.strategy.model)
-    losses, parameters = expected_run()
-    assert mean_losses(run, module) == pytest.approx(losses, rel=1e-5)
     found = parameters_of(run)
-    assert_same_parameters(found, parameters)
+    assert_trained_as_unsharded(mean_losses(run, module), found, TWO_EPOCHS)
     plain = mlp()
     plain.load_state_dict(found)
     with torch.no_grad():
@@ -130,23 +120,6 @@ def test_trained_and_validated_as_unsharded(rank, world_size, use_orig_params, b
     if by_hand:  # otherwise Lightning drops the root after a fit, and only inner units are left
         (result,) = run.validate(module, loader(rank, world_size), verbose=False)
         assert result["val_loss"] == pytest.approx(expected, rel=1e-5)
-
-
-@both_views
-@on_ranks(2, TIMEOUT_S, LIBRARY)
-def test_accumulated_clipped_steps_are_those_of_the_unsharded_model(
-    rank, world_size, use_orig_params, tmp_path
-):
-    options = {"use_orig_params": use_orig_params, "auto_wrap_policy": {Layer}}
-    run = trainer(rank, world_size, tmp_path, options, max_epochs=2, accumulate_grad_batches=EPOCH)
-    module = lit_module()
-    # this hook replaces Lightning's own clipping, which under FSDP supports values only, no norms
-    module.configure_gradient_clipping = lambda *_, **__: run.strategy.model.clip_grad_norm_(0.5)
-    run.fit(module, loader(rank, world_size))
-    plain = mlp()
-    options = {"optimizer": adam(plain), "max_norm": 0.5, "micro_batches": EPOCH}
-    train_reference(plain, lambda model, micro: whole_loss(model, micro % EPOCH), range(2), **options)
-    assert_same_parameters(parameters_of(run), plain.state_dict())
 
 
 # ------------------------------------------------------------------ checkpoints
@@ -177,6 +150,4 @@ def test_run_resumed_on_another_number_of_ranks_ends_as_the_unsharded_one(tmp_pa
     arguments = {"folder": tmp_path, "options": {"use_orig_params": use_orig_params, "state_dict_type": kind}}
     before = pool(2, LIBRARY).run(HERE, "trained_and_saved", arguments, TIMEOUT_S)[0]
     after, parameters = pool(3, LIBRARY).run(HERE, "resumed", arguments, TIMEOUT_S)[0]
-    losses, expected = expected_run()
-    assert before + after == pytest.approx(losses, rel=1e-5)
-    assert_same_parameters(parameters, expected)
+    assert_trained_as_unsharded(before + after, parameters, TWO_EPOCHS)

@@ -5,13 +5,12 @@ matrices.
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._pytree import tree_leaves
@@ -64,7 +63,7 @@ def same_values(model: Any, plain: nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", ["SOAP", "Shampoo"])
 @on_ranks(2)
-def test_factors_are_those_of_the_plain_model_and_resume(kind: str) -> None:
+def test_factors_are_those_of_the_plain_model_and_resume(kind: str, tmp_path: Path) -> None:
     from fsdp_c import FullyShardedDataParallel as FSDP
     from fsdp_c import checkpoint
     from fsdp_c.optim import WholeParameters
@@ -85,12 +84,10 @@ def test_factors_are_those_of_the_plain_model_and_resume(kind: str) -> None:
             pairs = zip(tree_leaves(saved["state"][name][key]), tree_leaves(value), strict=True)
             assert all(torch.equal(*map(torch.as_tensor, pair)) for pair in pairs), (name, key)
 
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    checkpoint.save(model, optimizer, f"{folder[0]}/checkpoint")
+    checkpoint.save(model, optimizer, tmp_path / "checkpoint")
     other = wrapped(plain_model(), None)
     resumed = WholeParameters(other, lambda named: make([param for _, param in named]))
-    checkpoint.load(other, resumed, f"{folder[0]}/checkpoint")
+    checkpoint.load(other, resumed, tmp_path / "checkpoint")
     train(plain, expected, range(5, 8))
     train(other, resumed, range(5, 8))
     same_values(other, plain)

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Optimizer
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.clients.support import require
 from tests.ranks import DEFAULT_TIMEOUT_S, PATIENCE, both_views, device, pool
@@ -342,25 +343,6 @@ def test_whole_parameters_resume_with_the_same_bits(rank: int, kind: str) -> Non
     assert_same_bits(resumed._inner[0], optimizer._inner[0])
 
 
-class Foreign(Tensor):
-    """A tensor subclass whose elements are in an inner tensor."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Foreign:
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as an attribute
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise NotImplementedError(func)
-
-
 @both_views
 @on_ranks(2)
 def test_state_of_another_tensor_subclass_is_refused_on_all_ranks(rank: int, use_orig_params: bool) -> None:
@@ -372,8 +354,8 @@ def test_state_of_another_tensor_subclass_is_refused_on_all_ranks(rank: int, use
     train(model, optimizer, range(1), rank)
     if rank == 1:
         for own in optimizer.state.values():
-            own["momentum_buffer"] = Foreign(own["momentum_buffer"])
-    words = r"optimizer state 'momentum_buffer' of \S+ is a Foreign.* a separate file"
+            own["momentum_buffer"] = TwoTensor(own["momentum_buffer"], own["momentum_buffer"])
+    words = r"optimizer state 'momentum_buffer' of \S+ is a TwoTensor.* a separate file"
     with state_type(model, "full"), pytest.raises(ValueError, match=words):
         FSDP.optim_state_dict(model, optimizer)
     with pytest.raises((ValueError, checkpoint.CheckpointError), match=words):
