@@ -12,16 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as Upstream
 from torch.distributed.fsdp._runtime_utils import _lazy_init as upstream_lazy_init
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FlatParameter, _flat_param, _runtime_utils
 from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.collectives import fake_ranks
 from tests.models import WIDTH, Block, Conv
 from tests.ranks import both_views
 
@@ -69,14 +68,14 @@ FLAT_PARAM_LEFT_OUT = {
 configurations = pytest.mark.parametrize("name", CONFIGURATIONS)
 
 
+_group = fake_ranks(1, 4)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    with mock.patch.object(
-        Tensor, "pin_memory", lambda tensor: tensor
-    ):  # upstream pins, which takes an accelerator
+def nothing_pinned() -> Iterator[None]:
+    """Upstream pins memory, which takes an accelerator."""
+    with mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor):
         yield
-    dist.destroy_process_group()
 
 
 def build(fsdp: type, use_orig_params: bool, name: str) -> Any:
@@ -111,46 +110,38 @@ def lacking(theirs: Any, ours: Any) -> set[str]:
     return {name for name in dir(theirs) if has(theirs, name) and not has(ours, name)}
 
 
+def is_plain(value: Any) -> bool:
+    """A value that can be compared: no object of an implementation's own, and no module."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return isinstance(value, (bool, int, str, torch.dtype, torch.device, torch.Size, type(None)))
+
+
+def listed(value: Any) -> Any:
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
 @both_views
 @configurations
-def test_attributes_of_torch_exist_or_raise_with_a_replacement(name: str, use_orig_params: bool) -> None:
+def test_attributes_of_torch_exist_with_its_values_or_raise_with_a_replacement(
+    name: str, use_orig_params: bool
+) -> None:
     """Before and after the first step."""
     theirs, ours = (build(fsdp, use_orig_params, name) for fsdp in (Upstream, FSDP))
     for has_run in (False, True):
         if has_run:
             start(theirs, name), start(ours, name)
         for their_unit, our_unit in zip(Upstream.fsdp_modules(theirs), FSDP.fsdp_modules(ours), strict=True):
-            assert lacking(their_unit._flat_param, our_unit._flat_param) <= set(FLAT_PARAM_LEFT_OUT)
-            assert lacking(their_unit._handle, our_unit._handle) <= set(HANDLE_LEFT_OUT)
-            assert lacking(their_unit, our_unit) <= set(UNIT_LEFT_OUT)
-
-
-def plain(value: Any) -> bool:
-    """A value that can be compared: no object of an implementation's own, and no module."""
-    if isinstance(value, (list, tuple)):
-        return all(map(plain, value))
-    return isinstance(value, (bool, int, str, torch.dtype, torch.device, torch.Size, type(None)))
-
-
-@both_views
-@configurations
-def test_plain_attributes_have_torchs_values(name: str, use_orig_params: bool) -> None:
-    """The attributes of flat parameters are compared."""
-    theirs, ours = (build(fsdp, use_orig_params, name) for fsdp in (Upstream, FSDP))
-    for has_run in (False, True):
-        if has_run:
-            start(theirs, name), start(ours, name)
-        for their_unit, our_unit in zip(Upstream.fsdp_modules(theirs), FSDP.fsdp_modules(ours), strict=True):
-            pairs = [(their_unit._flat_param, our_unit._flat_param), (their_unit._handle, our_unit._handle)]
-            for their_one, our_one in [*pairs, (their_unit, our_unit)]:
+            for their_one, our_one, left_out in (
+                (their_unit._flat_param, our_unit._flat_param, FLAT_PARAM_LEFT_OUT),
+                (their_unit._handle, our_unit._handle, HANDLE_LEFT_OUT),
+                (their_unit, our_unit, UNIT_LEFT_OUT),
+            ):
+                assert lacking(their_one, our_one) <= set(left_out)
                 known = {key: value for key, value in vars(their_one).items() if hasattr(our_one, key)}
-                values = {key: value for key, value in known.items() if plain(value)}
+                values = {key: listed(value) for key, value in known.items() if is_plain(value)}
                 assert len(values) > 5
-                for key, value in values.items():
-                    found = getattr(our_one, key)
-                    assert (list(found) if isinstance(value, (list, tuple)) else found) == (
-                        list(value) if isinstance(value, (list, tuple)) else value
-                    ), key
+                assert {key: listed(getattr(our_one, key)) for key in values} == values
 
 
 # ----------------------------------------------------------------- tensors that come and go

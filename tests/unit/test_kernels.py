@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -59,15 +59,19 @@ def cast_divide(tensor: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
     return out.view(tensor.shape)
 
 
-@pytest.fixture(params=["kernels", "torch"])
-def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test with the kernels, and with torch's operators in their place."""
+@pytest.fixture(params=[*_C.cpu_capabilities(), "torch"])
+def every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run the test with the kernels of each instruction set, and with torch's operators in their place."""
     if request.param == "torch":
         monkeypatch.setenv("FSDP_C_KERNELS", "torch")
+    else:
+        _C.use_cpu_capability(request.param)
     assert bool(_C.why_no_kernels("cpu")) == (request.param == "torch")
+    yield
+    _C.use_cpu_capability(None)
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 @pytest.mark.parametrize("divisor", [1.0, 2.0, 3.3, 7.0])
 def test_cast_divide_rounds_as_cast_then_divide(
@@ -81,12 +85,14 @@ def test_cast_divide_rounds_as_cast_then_divide(
         assert_same_bits(cast_divide(tensor, divisor, target), expected)
 
 
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize(("source", "target"), [(a, b) for a, b in PAIRS if a.itemsize == 2], ids=str)
 def test_cast_of_all_16_bit_numbers(source: torch.dtype, target: torch.dtype) -> None:
     tensor = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(source)
     assert_same_bits(cast_divide(tensor, 1.0, target), tensor.to(target))
 
 
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize("source", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=str)
 def test_cast_to_16_bits_around_every_tie(source: torch.dtype, target: torch.dtype) -> None:
@@ -101,7 +107,7 @@ def test_cast_to_16_bits_around_every_tie(source: torch.dtype, target: torch.dty
         assert_same_bits(cast_divide(tensor, 1.0, target), tensor.to(target))
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 @pytest.mark.parametrize("divisor", [1.0, 3.3])
 def test_accumulate_rounds_quotient_cast_and_sum(
@@ -113,6 +119,16 @@ def test_accumulate_rounds_quotient_cast_and_sum(
         expected = accumulator + quotient.to(target)
         OPS.accumulate_shard(accumulator, shard, divisor)
         assert_same_bits(accumulator, expected)
+
+
+def on_threads(call: Callable[[], Any], count: int) -> None:
+    """Call with a number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        call()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def strided_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -138,7 +154,7 @@ def strided_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 @pytest.mark.parametrize("divisor", [1.0, 3.3])
 def test_pack_gradients_casts_divides_and_zeroes_the_gaps(
@@ -179,13 +195,8 @@ def test_pack_reads_random_strides_however_threads_cut_them(seed: int) -> None:
         expected.append(grad.reshape(-1) / 3.0)
     expected.append(torch.zeros(draw.randint(0, 5)))
     for count in (1, 2, 3):
-
-        def packed() -> Tensor:
-            out = torch.full((sum(part.numel() for part in expected),), math.nan)
-            OPS.pack_gradients(out, grads, offsets, 3.0)
-            return out
-
-        (out,) = on_threads(packed, (count,))
+        out = torch.full((sum(part.numel() for part in expected),), math.nan)
+        on_threads(lambda out=out: OPS.pack_gradients(out, grads, offsets, 3.0), count)
         assert_same_bits(out, torch.cat(expected))
 
 
@@ -195,7 +206,7 @@ def test_pack_cut_beside_the_end_of_a_tensor(behind: int, gap: int) -> None:
     first = values(60_000 + behind, torch.float32)
     second = values(60_000 - behind - gap, torch.float32, 1)
     out = torch.full((120_000,), math.nan)
-    on_threads(lambda: OPS.pack_gradients(out, [first, second], [0, first.numel() + gap], 1.0), (2,))
+    on_threads(lambda: OPS.pack_gradients(out, [first, second], [0, first.numel() + gap], 1.0), 2)
     assert_same_bits(out, torch.cat([first, torch.zeros(gap), second]))
 
 
@@ -224,47 +235,6 @@ def test_norm_of_norms_equals_that_of_vector_norm(dtype: torch.dtype, p: float) 
         norm = torch.linalg.vector_norm(tensor, p, dtype=arithmetic)
         expected = torch.linalg.vector_norm(norm.reshape(1), p, dtype=arithmetic)
         assert_same_bits(_local_norm([tensor], p, arithmetic, tensor.device), expected)
-
-
-def on_threads(call: Callable[[], Any], counts: tuple[int, ...] = (1, 2)) -> list[Any]:
-    """Return the results of ``call`` with each number of threads."""
-    threads = torch.get_num_threads()
-    try:
-        return [(torch.set_num_threads(count), call())[1] for count in counts]
-    finally:
-        torch.set_num_threads(threads)
-
-
-NUMBERED = [1.0, 4.0, 3.3]  # no division, a division with an exact reciprocal, and one without
-
-
-def everything(dtype: torch.dtype, other: torch.dtype) -> list[Tensor]:
-    """Return the results of all kernels for a pair of dtypes."""
-    made = []
-    for numel, divisor in itertools.product([1031, 40_003], NUMBERED):
-        tensor, target = values(numel, dtype), values(numel, other, seed=1)
-        made.append(cast_divide(tensor, divisor, other))
-        OPS.accumulate_shard(target, tensor, divisor)
-        strided = torch.zeros(2500, dtype=other)
-        OPS.pack_gradients(strided, [tensor[:1000].view(40, 25).t()], [7], divisor)
-        made += [target, tensor, strided]
-    return made
-
-
-@pytest.mark.parametrize("capability", _C.cpu_capabilities())
-@pytest.mark.parametrize(("dtype", "other"), PAIRS, ids=str)
-def test_every_instruction_set_gives_the_bits_of_the_baseline(
-    capability: str, dtype: torch.dtype, other: torch.dtype
-) -> None:
-    try:
-        _C.use_cpu_capability("default")
-        expected = everything(dtype, other)
-        _C.use_cpu_capability(capability)
-        actual = everything(dtype, other)
-    finally:
-        _C.use_cpu_capability(None)
-    for one, reference in zip(actual, expected, strict=True):
-        assert_same_bits(one, reference)
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
