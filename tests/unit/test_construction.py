@@ -19,6 +19,7 @@ from fsdp_c import MixedPrecision, ShardingStrategy
 from fsdp_c.compat.upstream import HandleShardingStrategy
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.collectives import fake_ranks
+from tests.ranks import both_views
 
 WORLD_SIZE, RANK = 4, 1
 
@@ -46,12 +47,6 @@ def nested(**kwargs: object) -> FSDP:
 
 
 # ----------------------------------------------------------------- ignored states
-
-
-def test_buffers_of_ignored_modules_are_named_without_wrappers() -> None:
-    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
-    model = FSDP(net, ignored_modules=[net[0]])
-    assert model._ignored_buffer_names == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
 
 
 def test_outer_unit_ignores_parameters_ignored_by_an_inner_unit() -> None:
@@ -119,59 +114,44 @@ def test_device_that_is_not_there_is_refused_and_named(device_id: int | torch.de
 
 
 def test_meta_module_is_initialised_by_reset_parameters() -> None:
-    with torch.device("meta"):
-        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    model = FSDP(net)
+    model = FSDP(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to("meta"))
     assert model._flat_param.device == torch.device("cpu")
     assert model.module[1].running_var.tolist() == [1.0] * 4
 
 
 def test_meta_module_is_initialised_by_param_init_fn_once_per_module() -> None:
-    with torch.device("meta"):
-        net = Net()
     initialised = []
 
     def initialise(module: nn.Module) -> None:
         initialised.append(module)
         module.to_empty(device="cpu", recurse=False)
 
+    net = Net().to("meta")
     FSDP(net, param_init_fn=initialise)
     assert initialised == [net, net.first, net.second, net.second[0], net.second[1]]
-    with torch.device("meta"):
-        net = Net()
+    net = Net().to("meta")
     initialised.clear()
     FSDP(net, param_init_fn=initialise, ignored_modules=[net.second])
     assert initialised == [net, net.first]
 
 
 def test_param_init_fn_that_forgets_a_parameter_is_refused_and_names_it() -> None:
-    with torch.device("meta"):
-        net = Net()
     with pytest.raises(ValueError, match="'first.weight' is still on the meta device"):
-        FSDP(net, param_init_fn=lambda module: None)
+        FSDP(Net().to("meta"), param_init_fn=lambda module: None)
 
 
 # ----------------------------------------------------------------- parameters
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_parameter_shared_by_two_units_is_refused_and_both_names_given(
-    use_orig_params: bool,
-) -> None:
+@both_views
+def test_parameter_of_two_units_is_refused_and_both_names_given(use_orig_params: bool) -> None:
     net = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
     net[1].weight = net[0][0].weight
     net[0] = FSDP(net[0], use_orig_params=use_orig_params)
-    with pytest.raises(
-        ValueError, match=r"'1.weight' of Sequential is the same parameter as '0.weight' of Sequential"
-    ):
-        FSDP(net, use_orig_params=use_orig_params)
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_wrapping_the_module_of_a_unit_again_is_refused(use_orig_params: bool) -> None:
-    model = FSDP(Net(), use_orig_params=use_orig_params)
-    with pytest.raises(ValueError, match="one parameter belongs to one unit"):
-        FSDP(model.module, use_orig_params=use_orig_params)
+    same = "'1.weight' of Sequential is the same parameter as '0.weight' of Sequential, and one parameter"
+    for module, message in ((net, same), (net[0].module, "one parameter belongs to one unit")):
+        with pytest.raises(ValueError, match=message):
+            FSDP(module, use_orig_params=use_orig_params)
 
 
 # ----------------------------------------------------------------- names and lookups
@@ -214,16 +194,11 @@ def test_a_shallow_copy_is_another_object_over_the_same_unit() -> None:
 # ----------------------------------------------------------------- roots and lazy initialisation
 
 
-def test_is_root_is_set_by_summon_full_params_and_can_be_reset() -> None:
-    model = nested()
-    with FSDP.summon_full_params(model):
-        pass
-    assert model._is_root is True and model.second._is_root is False
-    model._is_root = None
-    assert model._is_root is None
+def test_root_that_was_summoned_alone_joins_a_tree() -> None:
     inner = FSDP(nn.Linear(3, 3))
     with FSDP.summon_full_params(inner):
         pass
+    assert inner._is_root is True
     outer = FSDP(nn.Sequential(nn.Linear(3, 3)))
     outer.module[0] = inner  # after construction, which would have found it
     outer(torch.ones(2, 3))
@@ -266,6 +241,7 @@ def test_ignored_buffers_are_not_cast() -> None:
     model = FSDP(net, ignored_modules=[net[0]], mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
     model._lazy_init()
     assert net[0].running_mean.dtype is torch.float32
+    assert model._ignored_buffer_names == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
 
 
 def test_ids_of_handles_are_not_used_again() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import MixedPrecision, ShardingStrategy
+from fsdp_c import MixedPrecision
 from fsdp_c import wrap as fsdp_wrap
 from fsdp_c.sharding import wrap as sharding_wrap
 from fsdp_c.sharding.sharded_module import units_with_paths
@@ -29,9 +30,6 @@ class Block(nn.Module):
         self.first = nn.Linear(3, 5)
         self.second = nn.Linear(5, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.second(self.first(x).relu())
-
 
 class Model(nn.Module):
     def __init__(self) -> None:
@@ -40,14 +38,10 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([Block(), Block()])
         self.norm = nn.BatchNorm1d(3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
 
 BLOCKS = ["blocks.0", "blocks.1"]
+PER_BLOCK = fsdp_wrap.ModuleWrapPolicy({Block})
+LAYERS = functools.partial(fsdp_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})
 
 
 def paths(model: nn.Module) -> list[str]:
@@ -59,22 +53,12 @@ def test_policies_are_the_objects_of_torch() -> None:
         assert getattr(fsdp_wrap, name) is getattr(torch_wrap, name)
 
 
-def test_custom_policy_overrides_the_arguments_of_the_root() -> None:
-    def choose(module: nn.Module) -> bool | dict[str, object]:
-        return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(module, Block) else False
-
-    model = FSDP(Model(), auto_wrap_policy=fsdp_wrap.CustomPolicy(choose), forward_prefetch=True)
-    assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
-    assert model.blocks[0].sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
-    assert model.blocks[0].forward_prefetch is True
-
-
 @pytest.mark.parametrize(
     "policy",
     [
-        fsdp_wrap.ModuleWrapPolicy({Block}),
+        PER_BLOCK,
         fsdp_wrap.CustomPolicy(lambda module: isinstance(module, Block) and {"forward_prefetch": True}),
-        functools.partial(fsdp_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        LAYERS,
         functools.partial(fsdp_wrap.lambda_auto_wrap_policy, lambda_fn=lambda one: isinstance(one, Block)),
         functools.partial(fsdp_wrap.size_based_auto_wrap_policy, min_num_params=25),
         lambda module, recurse, nonwrapped_numel: recurse or type(module).__name__ == "OptimizedModule",
@@ -88,34 +72,28 @@ def test_a_policy_that_chooses_a_compiled_module_makes_it_a_unit(policy: object)
     blocks = list(model.blocks)
     precision = MixedPrecision(param_dtype=torch.bfloat16, _module_classes_to_ignore=(Block,))
     with pytest.warns(UserWarning, match="Both mixed precision"):
-        model = FSDP(model, auto_wrap_policy=policy, mixed_precision=precision)
-    assert paths(model) == ["", "blocks.0", "blocks.1"]
+        model = FSDP(model, auto_wrap_policy=policy, mixed_precision=precision, limit_all_gathers=False)
+    assert paths(model) == ["", *BLOCKS]
     assert [unit.module for unit in model.blocks] == blocks
     assert [unit.mixed_precision.param_dtype for unit in model.blocks] == [None, None]
     assert model.blocks[0].forward_prefetch == isinstance(policy, fsdp_wrap.CustomPolicy)
+    assert model.forward_prefetch is False and model.blocks[0].limit_all_gathers is False
 
 
 def test_what_the_root_ignores_is_ignored_by_the_units_around_it() -> None:
     plain = Model()
     weight = plain.blocks[0].first.weight
-    model = FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), ignored_states=[weight])
+    model = FSDP(plain, auto_wrap_policy=PER_BLOCK, ignored_states=[weight])
     assert model.blocks[0].module.first.weight is weight and weight.shape == (5, 3)
     assert model.blocks[0]._flat_param._fqns == ["first.bias", "second.weight", "second.bias"]
     plain = Model()
     ignored = [plain.blocks[0].first, plain.blocks[1]]
-    model = FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), ignored_modules=ignored)
+    model = FSDP(plain, auto_wrap_policy=PER_BLOCK, ignored_modules=ignored)
     assert paths(model) == ["", "blocks.0"]
     assert model.blocks[0]._flat_param._fqns == ["second.weight", "second.bias"]
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        fsdp_wrap.ModuleWrapPolicy({Block}),
-        functools.partial(fsdp_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-    ],
-    ids=["object", "function"],
-)
+@pytest.mark.parametrize("policy", [PER_BLOCK, LAYERS], ids=["object", "function"])
 def test_batch_norm_becomes_a_unit_without_mixed_precision(policy: Any) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match="BatchNorm1d"):
@@ -138,22 +116,21 @@ def test_full_precision_module_answers_in_the_dtype_of_its_input() -> None:
     assert seen == [torch.float32, torch.float32]
 
 
+@contextlib.contextmanager
+def nothing_warned() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
 @pytest.mark.parametrize("split", ["use_orig_params", "split_frozen", "dtype"])
 def test_partly_frozen_module_of_several_flat_parameters_gives_no_warning(split: str) -> None:
     plain = Model()
     plain.blocks[1].first.requires_grad_(False)
     if split == "dtype":
         plain.blocks[1].second.double()
-    with (
-        warnings.catch_warnings(),
-        fsdp_wrap.split_frozen() if split == "split_frozen" else contextlib.nullcontext(),
-    ):
-        warnings.simplefilter("error")
-        model = FSDP(
-            plain,
-            auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}),
-            use_orig_params=split != "use_orig_params",
-        )
+    with nothing_warned(), fsdp_wrap.split_frozen() if split == "split_frozen" else contextlib.nullcontext():
+        model = FSDP(plain, auto_wrap_policy=PER_BLOCK, use_orig_params=split != "use_orig_params")
     trainable, frozen = model.blocks[1].params
     assert trainable.requires_grad and not frozen.requires_grad
 
@@ -161,18 +138,16 @@ def test_partly_frozen_module_of_several_flat_parameters_gives_no_warning(split:
 def test_a_frozen_parameter_of_two_modules_is_of_neither() -> None:
     plain = Model()
     plain.blocks[1].first = plain.blocks[0].first.requires_grad_(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), use_orig_params=True)
+    with nothing_warned():
+        model = FSDP(plain, auto_wrap_policy=PER_BLOCK, use_orig_params=True)
     assert "blocks.0._fsdp_wrapped_module.first.weight" in model._flat_param._fqns
 
 
 def test_wholly_frozen_module_is_wrapped_without_a_warning() -> None:
     plain = Model()
     plain.blocks[1].requires_grad_(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}))
+    with nothing_warned():
+        model = FSDP(plain, auto_wrap_policy=PER_BLOCK)
     assert not model.blocks[1]._flat_param.requires_grad
 
 
