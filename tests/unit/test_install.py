@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 
@@ -38,9 +39,10 @@ def test_install_rebinds_names_wherever_they_were_imported_to():
     assert fsdp_c.is_installed()
 
 
-def test_uninstall_restores_every_name():
+def test_uninstall_restores_every_name_after_one_install_or_two():
     modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
     before = {(module, name): value for module in modules for name, value in list(vars(module).items())}
+    fsdp_c.install()
     fsdp_c.install()
     fsdp_c.uninstall()
     changed = [key for key, value in before.items() if vars(key[0]).get(key[1], value) is not value]
@@ -48,13 +50,6 @@ def test_uninstall_restores_every_name():
     assert [key for key in changed if not key[0].__name__.startswith(others)] == []
     assert BoundName is KEPT["class"]
     assert not fsdp_c.is_installed()
-
-
-def test_installing_twice_is_the_same_as_once():
-    fsdp_c.install()
-    fsdp_c.install()
-    fsdp_c.uninstall()
-    assert BoundName is KEPT["class"]
 
 
 def test_torchs_class_hands_on_where_no_module_holds_it():
@@ -82,30 +77,17 @@ def test_class_derived_from_torchs_before_install_is_refused():
         Derived(nn.Linear(4, 4))
 
 
-def late_module(monkeypatch, tmp_path, source):
-    (tmp_path / "late_module.py").write_text(source)
+def test_modules_imported_after_install_get_ours_and_torchs_back(monkeypatch, tmp_path):
+    """Those that import from fsdp_c keep ours."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "late_module", raising=False)
-    import late_module
-
-    return late_module
-
-
-def test_module_imported_after_install_gets_ours_and_torchs_back(monkeypatch, tmp_path):
     fsdp_c.install()
-    late = late_module(
-        monkeypatch, tmp_path, "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
-    )
-    assert late.FSDP is fsdp_c.FullyShardedDataParallel
+    late = []
+    for name, package in (("late_module", "torch.distributed.fsdp"), ("late_module_of_ours", "fsdp_c")):
+        (tmp_path / f"{name}.py").write_text(f"from {package} import FullyShardedDataParallel as FSDP\n")
+        late.append(importlib.import_module(name))
+    assert [module.FSDP for module in late] == [fsdp_c.FullyShardedDataParallel] * 2
     fsdp_c.uninstall()
-    assert late.FSDP is KEPT["class"]
-
-
-def test_module_that_imports_from_us_keeps_ours(monkeypatch, tmp_path):
-    fsdp_c.install()
-    late = late_module(monkeypatch, tmp_path, "from fsdp_c import FullyShardedDataParallel as FSDP\n")
-    fsdp_c.uninstall()
-    assert late.FSDP is fsdp_c.FullyShardedDataParallel
+    assert [module.FSDP for module in late] == [KEPT["class"], fsdp_c.FullyShardedDataParallel]
 
 
 def test_install_is_refused_while_units_of_torch_are_alive():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Upstream
 from torch.distributed.fsdp import ShardingStrategy
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -29,32 +29,25 @@ both_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"]
 _group = fake_ranks(0, 2)
 
 
-@pytest.fixture
-def seen() -> list[tuple[str, str]]:
-    """Record (method, attribute) of each call to the module's class."""
-    return []
+def noting(name: str, seen: list[str]) -> Any:
+    """Return a method of modules that writes down its calls for "weight"."""
+    original = getattr(nn.Module, name)
+
+    def method(self: nn.Module, attribute: str, *args: Any) -> Any:
+        if attribute == "weight":
+            seen.append(name)
+        return original(self, attribute, *args)
+
+    return method
 
 
-def watched(seen: list[tuple[str, str]], *methods: str) -> nn.Module:
-    """A linear layer whose class writes down the calls of these methods for its weight."""
-
-    def noting(name: str) -> Any:
-        original = getattr(nn.Linear, name)
-
-        def method(self: nn.Module, attribute: str, *args: Any) -> Any:
-            if attribute == "weight":
-                seen.append((name, attribute))
-            return original(self, attribute, *args)
-
-        return method
-
-    torch.manual_seed(0)
-    return type("Watched", (nn.Linear,), {name: noting(name) for name in methods})(4, 4)
+def watched(method: str, seen: list[str]) -> nn.Module:
+    return type("Watched", (nn.Linear,), {method: noting(method, seen)})(4, 4)
 
 
 def wrap(fsdp: type, module: nn.Module, use_orig_params: bool, strategy: str = "FULL_SHARD") -> Any:
-    strategies = {"sharding_strategy": ShardingStrategy[strategy]}
-    return fsdp(module, device_id=CPU, use_orig_params=use_orig_params, **strategies)
+    arguments: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy], "device_id": CPU}
+    return fsdp(module, use_orig_params=use_orig_params, **arguments)
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
@@ -70,17 +63,13 @@ def choose(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
 @both_strategies
 @both_views
 def test_class_takes_part_in_every_forward_where_torchs_does(
-    monkeypatch: pytest.MonkeyPatch,
-    seen: list[tuple[str, str]],
-    use_orig_params: bool,
-    strategy: str,
-    setting: str,
-    method: str,
+    monkeypatch: pytest.MonkeyPatch, use_orig_params: bool, strategy: str, setting: str, method: str
 ) -> None:
     choose(monkeypatch, setting)
+    seen: list[str] = []
     asked = []
     for fsdp in (Upstream, FSDP):
-        model = wrap(fsdp, watched(seen, method), use_orig_params, strategy)
+        model = wrap(fsdp, watched(method, seen), use_orig_params, strategy)
         for _ in range(2):
             seen.clear()
             model(torch.ones(2, 4)).sum().backward()
@@ -139,28 +128,25 @@ def test_bypassed_parameters_train_and_are_summoned_as_others(
     assert all(all(map(torch.equal, *pair)) for pair in zip(results[:3], results[3:], strict=True))
 
 
-def test_hooks_on_registrations_see_the_parameters(seen: list[tuple[str, str]]) -> None:
-    def note(module: nn.Module, name: str, param: Tensor) -> None:
-        seen.append(("registered", name))
-
+def test_hooks_on_registrations_see_the_parameters() -> None:
+    names: list[str] = []
     counts = []
     for fsdp in (Upstream, FSDP):
-        removable = register_module_parameter_registration_hook(note)
+        removable = register_module_parameter_registration_hook(lambda _, name, param: names.append(name))
         try:
             model = wrap(fsdp, nn.Linear(4, 4), True)
-            seen.clear()
+            names.clear()
             model(torch.ones(2, 4)).sum().backward()
-            counts.append(seen.count(("registered", "weight")) > 0)
+            counts.append("weight" in names)
         finally:
             removable.remove()
     assert counts == [True, True]
 
 
 @both_views
-def test_search_for_new_parameters_ignores_those_of_units(
-    seen: list[tuple[str, str]], use_orig_params: bool
-) -> None:
-    model = wrap(FSDP, watched(seen, "register_parameter"), use_orig_params)
+def test_search_for_new_parameters_ignores_those_of_units(use_orig_params: bool) -> None:
+    seen: list[str] = []
+    model = wrap(FSDP, watched("register_parameter", seen), use_orig_params)
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
         assert not model._unit.runtime.unchecked
@@ -172,19 +158,10 @@ def test_search_for_new_parameters_ignores_those_of_units(
     assert model._unit.runtime.unchecked
 
 
-def test_method_that_was_replaced_on_module_itself_takes_part(
-    monkeypatch: pytest.MonkeyPatch, seen: list[tuple[str, str]]
-) -> None:
-    original = nn.Module.__setattr__
-
-    def noting(self: nn.Module, name: str, value: Any) -> None:
-        if name == "weight":
-            seen.append(("__setattr__", name))
-        original(self, name, value)
-
-    module = nn.Linear(4, 4)
-    monkeypatch.setattr(nn.Module, "__setattr__", noting)
-    model = wrap(FSDP, module, True)
+def test_method_that_was_replaced_on_module_itself_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(nn.Module, "__setattr__", noting("__setattr__", seen))
+    model = wrap(FSDP, nn.Linear(4, 4), True)
     seen.clear()
     model(torch.ones(2, 4)).sum().backward()
     assert seen

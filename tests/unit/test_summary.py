@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -25,17 +26,12 @@ LINEARS = ModuleWrapPolicy({nn.Linear})
 _group = fake_ranks(1, WORLD_SIZE)
 
 
-class Net(nn.Module):
-    """Odd sizes, a tied weight, a checkpointed layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 5)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(3)
-        )
-        self.last = checkpoint_wrapper(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
-        self.last[1].weight = self.last[0].weight
+def net() -> nn.Module:
+    """Three equal blocks, and a checkpointed layer with a tied weight."""
+    last = checkpoint_wrapper(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
+    last[1].weight = last[0].weight
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(3))
+    return nn.Sequential(OrderedDict(first=nn.Linear(3, 5), blocks=blocks, last=last))
 
 
 def test_sizes_are_those_counted_by_hand() -> None:
@@ -47,11 +43,8 @@ def test_sizes_are_those_counted_by_hand() -> None:
     (unit,) = whole.units
     assert (unit.numel, unit.padded_numel, unit.shard_numel) == (110, 116, 29)
     assert (unit.names, unit.path, unit.module) == (("0.weight", "0.bias"), "", "Sequential")
-    assert (unit.dtype, unit.param_dtype, unit.reduce_dtype) == (
-        torch.float32,
-        torch.bfloat16,
-        torch.float32,
-    )
+    dtypes = torch.float32, torch.bfloat16, torch.float32
+    assert (unit.dtype, unit.param_dtype, unit.reduce_dtype) == dtypes
     assert (unit.sharded_nbytes, unit.unsharded_nbytes) == (29 * 4, 116 * 2)
     assert (unit.all_gather_nbytes, unit.reduce_scatter_nbytes, unit.all_reduce_nbytes) == (232, 464, 0)
     assert (whole.numel, whole.sharded_nbytes, whole.peak_unsharded_nbytes) == (110, 116, 232)
@@ -67,8 +60,8 @@ def test_hybrid_units_all_reduce_their_shards() -> None:
 
 
 def test_summary_marks_segments_and_frozen_units() -> None:
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double(), nn.Linear(8, 8).requires_grad_(False))
-    model = FSDP(net, auto_wrap_policy=lambda module, recurse, **_: recurse or module is net[2])
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double(), nn.Linear(8, 8).requires_grad_(False))
+    model = FSDP(layers, auto_wrap_policy=lambda module, recurse, **_: recurse or module is layers[2])
     whole = fsdp_c.summary(model)
     assert [(unit.path, unit.is_segment, unit.parent, unit.is_trainable) for unit in whole.units] == [
         ("", False, None, True),
@@ -110,8 +103,8 @@ def test_prefetch_limits_of_the_root_count_in_the_peak() -> None:
 
 
 def test_the_table_shows_units_sizes_collectives_names_and_memory() -> None:
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
-    whole = fsdp_c.summary(FSDP(net, auto_wrap_policy=LINEARS))
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    whole = fsdp_c.summary(FSDP(layers, auto_wrap_policy=LINEARS))
     head, _, columns, root, linears, _, *rest = str(whole).splitlines()
     assert head == "3 units and segments, 160 parameters"
     assert columns.split("  ")[0] == "unit" and "numel in / out" in columns
@@ -138,7 +131,7 @@ def test_units_of_other_settings_and_dtypes_say_theirs() -> None:
             "mixed_precision": BF16,
         }
 
-    text = str(fsdp_c.summary(FSDP(Net(), auto_wrap_policy=CustomPolicy(settings))))
+    text = str(fsdp_c.summary(FSDP(net(), auto_wrap_policy=CustomPolicy(settings))))
     assert "SHARD_GRAD_OP over 4" in text and "FULL_SHARD over 4" in text
     assert "float32>bfloat16>float32" in text and "blocks.* (x3)" in text
     assert "last: 0.weight, 0.bias, 1.bias, 1.weight = 0.weight" in text
@@ -173,9 +166,8 @@ def test_printing_a_unit_whose_construction_failed_still_works() -> None:
 
 def logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     with caplog.at_level(level, logger="fsdp_c"):
-        model = FSDP(
-            Net(), process_group=dist.new_group([1, 2]), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})
-        )
+        policy = ModuleWrapPolicy({nn.Sequential})
+        model = FSDP(net(), process_group=dist.new_group([1, 2]), auto_wrap_policy=policy)
         for _ in range(2):
             model._lazy_init()
     return [record.getMessage() for record in caplog.records if record.name == "fsdp_c"]
