@@ -5,10 +5,13 @@ equal in each way to FOLDER/WAY/RANK.json, and beside it objects and checkpoints
 loads the files that earlier ways have left in FOLDER.
 """
 
+# ruff: noqa: E402  (FSDP1 is hidden before other imports)
+
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import io
 import json
 import pickle
@@ -19,19 +22,27 @@ from typing import Any
 
 from tests import hidden_fsdp1
 
+WAY = sys.argv[1]
+if WAY != "present":
+    hidden_fsdp1.hide(WAY)
 
-def main(way: str, rank: int, world_size: int, folder: Path) -> None:
-    if way != "present":
-        hidden_fsdp1.hide(way)
-    import torch
-    import torch.distributed as dist
+import torch
+import torch.distributed as dist
+from torch import nn
 
-    import fsdp_c
+import fsdp_c.checkpoint
+from fsdp_c import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictType, api, wrap
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from tests.models import WIDTH, Block, Net
 
-    assert fsdp_c.compat.upstream.HAS_FSDP1 == (way == "present"), fsdp_c.compat.upstream.WHY_NO_FSDP1
+
+def main(rank: int, world_size: int, folder: Path) -> None:
+    has_fsdp1, why = fsdp_c.compat.upstream.HAS_FSDP1, fsdp_c.compat.upstream.WHY_NO_FSDP1
+    assert has_fsdp1 == (WAY == "present"), why
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    own = folder / way
+    own = folder / WAY
     own.mkdir(exist_ok=True)
     store = dist.FileStore(str(own / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -44,18 +55,12 @@ def main(way: str, rank: int, world_size: int, folder: Path) -> None:
     dist.barrier()
     for other in sorted(one for one in folder.iterdir() if one.is_dir()):
         load_from(other, rank)
-    check_names(way)
+    check_names()
     dist.destroy_process_group()
 
 
 def configurations() -> dict[str, dict[str, Any]]:
-    import torch
-    from torch.nn import LayerNorm
-
-    from fsdp_c import BackwardPrefetch, MixedPrecision, ShardingStrategy
-    from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
-    from tests.models import Block
-
+    unsharded = {"sharding_strategy": ShardingStrategy.NO_SHARD}
     return {
         "classes": {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": True},
         "sizes": {
@@ -64,39 +69,28 @@ def configurations() -> dict[str, dict[str, Any]]:
                 torch.bfloat16,
                 torch.float32,
                 cast_forward_inputs=True,
-                _module_classes_to_ignore=(LayerNorm,),
+                _module_classes_to_ignore=(nn.LayerNorm,),
             ),
             "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
         },
         "custom": {
-            "auto_wrap_policy": CustomPolicy(
-                lambda module: (
-                    {"sharding_strategy": ShardingStrategy.NO_SHARD} if isinstance(module, Block) else False
-                )
-            ),
+            "auto_wrap_policy": CustomPolicy(lambda module: isinstance(module, Block) and unsharded),
             "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
         },
     }
 
 
 def build(kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    import torch
-
-    from fsdp_c import FullyShardedDataParallel
-    from tests.models import Net
-
     torch.manual_seed(0)
-    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), **kwargs)
+    model = FSDP(Net(), device_id=torch.device("cpu"), **kwargs)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+def values(model: Any) -> torch.Tensor:
+    return torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+
+
 def train(name: str, kwargs: dict[str, Any], own: Path) -> dict[str, str]:
-    import torch
-    import torch.distributed as dist
-
-    import fsdp_c.checkpoint
-    from tests.models import WIDTH
-
     model, optimizer = build(kwargs)
     losses = []
     for step in range(3):
@@ -121,11 +115,6 @@ def train(name: str, kwargs: dict[str, Any], own: Path) -> dict[str, str]:
 
 def saved(model: Any, optimizer: Any, kind: str, path: Path) -> bytes:
     """Save the state dicts of one type with ``torch.save`` at ``path``, and return the bytes."""
-    import torch
-
-    from fsdp_c import FullyShardedDataParallel as FSDP
-    from fsdp_c import StateDictType
-
     with FSDP.state_dict_type(model, StateDictType[f"{kind}_STATE_DICT"]):
         states = {"model": model.state_dict()}
         if kind != "LOCAL":
@@ -138,11 +127,6 @@ def saved(model: Any, optimizer: Any, kind: str, path: Path) -> bytes:
 
 def objects() -> list[Any]:
     """Return objects that users pickle: enums, configurations, policies, and state dict configurations."""
-    import torch
-    from torch import nn
-
-    from fsdp_c import api, wrap
-
     return [
         *api.ShardingStrategy,
         *api.BackwardPrefetch,
@@ -171,13 +155,6 @@ def load_from(other: Path, rank: int) -> None:
     """Load the files of another way. Objects must equal ours, and checkpoints must load to the same
     parameters.
     """
-    import torch
-
-    import fsdp_c.checkpoint
-    from fsdp_c import FullyShardedDataParallel as FSDP
-    from fsdp_c import StateDictType
-    from fsdp_c.wrap import ModuleWrapPolicy
-
     for theirs, ours in zip(pickle.loads((other / f"{rank}.objects").read_bytes()), objects(), strict=True):
         assert type(theirs) is type(ours), (type(theirs), type(ours))
         if isinstance(ours, ModuleWrapPolicy):
@@ -185,29 +162,22 @@ def load_from(other: Path, rank: int) -> None:
         else:
             assert theirs == ours
     kwargs = configurations()["classes"]
-    wanted = None
+    model, optimizer = build(kwargs)
+    fsdp_c.checkpoint.load(model, optimizer, other / "checkpoint")
+    wanted = values(model)
     for kind in ("FULL", "SHARDED", "LOCAL"):
         model, _ = build(kwargs)
         states = torch.load(other / f"{rank}.classes.{kind}", weights_only=False)
         with FSDP.state_dict_type(model, StateDictType[f"{kind}_STATE_DICT"]):
             model.load_state_dict(states["model"])
-        flat = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
-        wanted = flat if wanted is None else wanted
-        assert torch.equal(flat, wanted), kind
-    model, optimizer = build(kwargs)
-    fsdp_c.checkpoint.load(model, optimizer, other / "checkpoint")
-    assert torch.equal(torch.cat([param.detach().reshape(-1) for param in model.parameters()]), wanted)
+        assert torch.equal(values(model), wanted), kind
 
 
-def check_names(way: str) -> None:
+def check_names() -> None:
     """Check that ``install()`` adds FSDP1's names to a torch without them, and ``uninstall()`` removes them."""
-    import importlib
-
-    import fsdp_c
-
     fsdp = importlib.import_module("torch.distributed.fsdp")
     had = hasattr(fsdp, "FullyShardedDataParallel")
-    assert had == (way != "removed")
+    assert had == (WAY != "removed")
     fsdp_c.install()
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp._runtime_utils import _lazy_init  # noqa: F401
@@ -224,4 +194,4 @@ def digest(content: bytes) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -26,26 +26,25 @@ def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return run_python("-m", "fsdp_c", *arguments, cwd=cwd, PYTHONPATH=str(ROOT))
 
 
-BAD = {
-    "nothing": ([], "name a command or a script"),
-    "an unknown command": (["nowhere.py", "--lr", "1"], "'nowhere.py' is neither a command .* nor a file"),
-    "a folder": (["."], "'.' is neither a command"),
-    "an unknown flag": (["--fast"], "unrecognized arguments: --fast"),
-    "run without a script": (["run"], "name a SCRIPT, or -m MODULE"),
-    "run with an unknown flag": (["run", "--fast", "train.py"], "unrecognized arguments: --fast"),
-    "run of no file": (["run", "nowhere.py"], "no script 'nowhere.py' to run"),
-    "run of no module": (["run", "-m", "nowhere.at_all"], "no module 'nowhere.at_all' to run"),
-    "a flag without a script": (["--split-frozen"], "name a SCRIPT, or -m MODULE"),
-    "a flag before a command": (["--split-frozen", "selftest"], "no script 'selftest' to run"),
-    "run of a module without a name": (["run", "-m"], "expected one argument"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "name a command or a script"),
+        (["nowhere.py", "--lr", "1"], "'nowhere.py' is neither a command .* nor a file"),
+        (["."], "'.' is neither a command"),
+        (["--fast"], "unrecognized arguments: --fast"),
+        (["run"], "name a SCRIPT, or -m MODULE"),
+        (["run", "--fast", "train.py"], "unrecognized arguments: --fast"),
+        (["run", "nowhere.py"], "no script 'nowhere.py' to run"),
+        (["run", "-m", "nowhere.at_all"], "no module 'nowhere.at_all' to run"),
+        (["run", "-m"], "expected one argument"),
+        (["--split-frozen"], "name a SCRIPT, or -m MODULE"),
+        (["--split-frozen", "selftest"], "no script 'selftest' to run"),
+    ],
+)
 def test_bad_arguments_end_with_their_reason_and_status_2(
-    what: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments, reason = BAD[what]
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
@@ -63,62 +62,41 @@ def test_help_names_the_ways_to_start(capsys: pytest.CaptureFixture[str]) -> Non
 SPAWNING = """\
 import sys
 from helper import NAME
-import torch.multiprocessing as mp
-from torch.distributed.fsdp import FullyShardedDataParallel
-
-def child(index):
-    print("child", FullyShardedDataParallel.__module__, flush=True)
-
-if __name__ == "__main__":
-    print(sys.argv, FullyShardedDataParallel.__module__, flush=True)
-    mp.spawn(child, nprocs=1)
-    sys.exit(3)
-"""
-
-
-def test_script_keeps_its_flags_and_status_and_the_processes_it_spawns_train_with_us(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SPAWNING)
-    (tmp_path / "helper.py").write_text("NAME = 'beside the script'\n")
-    script = str(tmp_path / "script.py")
-    done = call(script, "--help", "-m", "x", cwd=tmp_path.parent)
-    assert done.returncode == 3, done.stderr
-    ours = "fsdp_c.fully_sharded_data_parallel"
-    assert done.stdout.splitlines() == [f"['{script}', '--help', '-m', 'x'] {ours}", f"child {ours}"]
-
-
-SPLITTING = """\
-import sys
 import torch, torch.multiprocessing as mp
 from torch import nn
 from torch.distributed import init_process_group
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-def flat_params():
+def shown():
     init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
-    return len(FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu")).params)
+    model = FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
+    return f"{len(model.params)} of {type(model).__module__}"
 
 def child(index):
-    print("child", flat_params(), flush=True)
+    print("child", shown(), flush=True)
 
 if __name__ == "__main__":
-    print(sys.argv, flat_params(), flush=True)
+    print(sys.argv, shown(), flush=True)
     mp.spawn(child, nprocs=1)
+    sys.exit(3)
 """
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_split_frozen_before_a_script_keeps_frozen_parameters_apart(tmp_path: Path, split: bool) -> None:
-    """The flag also applies to processes that the script spawns. After the script's name it is the script's
-    own.
-    """
-    (tmp_path / "script.py").write_text(SPLITTING)
-    flag = "--split-frozen"
-    done = call(*([flag, "script.py", "x"] if split else ["script.py", flag]), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    expected = ["['script.py', 'x'] 2", "child 2"] if split else [f"['script.py', '{flag}'] 1", "child 1"]
-    assert done.stdout.splitlines() == expected
+def test_script_keeps_its_flags_and_status_and_the_processes_it_spawns_train_with_us(
+    tmp_path: Path, split: bool
+) -> None:
+    """--split-frozen before the script's name keeps frozen parameters apart. After it, it is the script's own."""
+    (tmp_path / "script.py").write_text(SPAWNING)
+    (tmp_path / "helper.py").write_text("NAME = 'beside the script'\n")
+    script, flag = str(tmp_path / "script.py"), "--split-frozen"
+    own = ["--help", "-m", "x", *([] if split else [flag])]
+    done = call(*([flag] if split else []), script, *own, cwd=tmp_path.parent)
+    assert done.returncode == 3, done.stderr
+    expected = f"{2 if split else 1} of fsdp_c.fully_sharded_data_parallel"
+    assert done.stdout.splitlines() == [f"{[script, *own]} {expected}", f"child {expected}"]
 
 
 FAILING = "import sys\nprint(__name__, __package__, sys.argv)\nimport nowhere\n"

@@ -9,24 +9,20 @@ import sys
 import sysconfig
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import setuptools
+
+from tests.wheel import SYSTEM, libraries, needed
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = "csrc fsdp_c setup.py pyproject.toml MANIFEST.in README.md CHANGELOG.md LICENSE".split()
 
 
 def call(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    variables = os.environ | environment
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +54,21 @@ def run_python(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
     return call(sys.executable, "-c", code, cwd=path[0], PYTHONPATH=os.pathsep.join(map(str, path)))
 
 
-def last_line(text: str) -> str:
-    return text.strip().splitlines()[-1]
+def import_error(code: str, *path: Path) -> str:
+    """Return the ImportError with which the code fails."""
+    done = run_python(code, *path)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(("ImportError: ", "ModuleNotFoundError: ")), last
+    return last
+
+
+@pytest.fixture
+def setup_py(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names of setup.py."""
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
+    monkeypatch.chdir(ROOT)
+    return runpy.run_path("setup.py")
 
 
 def test_wheel_fits_every_python_from_3_10(wheel: Path) -> None:
@@ -80,29 +89,19 @@ def test_wheel_requires_torch_and_numpy_alone(wheel: Path) -> None:
     assert required == ["Requires-Dist: torch>=2.10", "Requires-Dist: numpy"]
 
 
-def test_extension_links_against_libc_alone(installed: Path) -> None:
-    if shutil.which("readelf") is None:
-        pytest.skip("readelf is not installed")
-    done = call("readelf", "-d", str(installed / "fsdp_c" / "_C.abi3.so"), cwd=installed)
-    needed = {line.split("[")[1].split(".so")[0] for line in done.stdout.splitlines() if "(NEEDED)" in line}
-    assert needed
-    known = "libc libm libdl libpthread libgcc_s ld-linux-x86-64 ld-linux-aarch64"
-    assert needed <= set(known.split())
+def test_extension_links_against_libc_alone(wheel: Path) -> None:
+    assert {"libc.so.6"} <= needed(libraries(wheel)["_C"]) <= SYSTEM
 
 
 def test_import_without_torch_names_torch(installed: Path) -> None:
-    done = run_python("import sys; sys.modules['torch'] = None; import fsdp_c", installed)
-    assert done.returncode == 1
-    assert "Error: " in last_line(done.stderr) and "torch" in last_line(done.stderr)
+    assert "torch" in import_error("import sys; sys.modules['torch'] = None; import fsdp_c", installed)
 
 
 def test_import_with_an_old_torch_names_both_versions(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.9.1'\n")
-    done = run_python("import fsdp_c", tmp_path, installed)
-    assert done.returncode == 1
-    assert last_line(done.stderr).startswith("ImportError: ")
-    assert "2.10" in last_line(done.stderr) and "2.9.1" in last_line(done.stderr)
+    error = import_error("import fsdp_c", tmp_path, installed)
+    assert "2.10" in error and "2.9.1" in error
 
 
 def test_importing_the_extension_before_torch_is_refused(installed: Path) -> None:
@@ -111,9 +110,7 @@ def test_importing_the_extension_before_torch_is_refused(installed: Path) -> Non
         f"spec = u.spec_from_file_location('fsdp_c._C', {str(installed / 'fsdp_c' / '_C.abi3.so')!r}); "
         "spec.loader.exec_module(u.module_from_spec(spec))"
     )
-    done = run_python(code, installed)
-    assert done.returncode == 1
-    assert last_line(done.stderr).startswith("ImportError: ") and "torch" in last_line(done.stderr)
+    assert "torch" in import_error(code, installed)
 
 
 def test_a_missing_symbol_of_libtorch_is_named(installed: Path, tmp_path: Path) -> None:
@@ -125,18 +122,13 @@ def test_a_missing_symbol_of_libtorch_is_named(installed: Path, tmp_path: Path) 
     content = extension.read_bytes()
     assert name in content
     extension.write_bytes(content.replace(name, absent))
-    done = run_python("import fsdp_c", broken)
-    assert done.returncode == 1
-    assert last_line(done.stderr).startswith("ImportError: ")
-    assert absent[:-1].decode() in last_line(done.stderr)
+    assert absent[:-1].decode() in import_error("import fsdp_c", broken)
 
 
 def test_a_compiler_that_cannot_optimise_across_files_is_not_asked_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setup_py: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
-    monkeypatch.chdir(ROOT)
-    link_time_flags = runpy.run_path("setup.py")["link_time_flags"]
+    link_time_flags = setup_py["link_time_flags"]
     assert link_time_flags(["false"]) == []
     if "Free Software Foundation" in call("cc", "--version", cwd=ROOT).stdout:
         assert link_time_flags(["cc"]) == ["-flto=auto"]
@@ -172,36 +164,30 @@ def test_link_time_optimization_works_in_paths_with_spaces_and_quotes(tmp_path: 
         assert "-flto=auto" in (tree / "temporary files/objects/flags.json").read_text()
 
 
-def test_headers_in_folders_with_spaces_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
-    monkeypatch.chdir(ROOT)
-    headers_of = runpy.run_path("setup.py")["headers_of"]
+def test_headers_in_folders_with_spaces_are_known(setup_py: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "a b, #1 $c"
     folder.mkdir()
     (folder / "one.h").touch()
     (folder / "one.c").write_text('#include "one.h"')
     command = ["cc", "-MMD", "-c", str(folder / "one.c"), "-o", str(folder / "one.o")]
     assert call(*command, cwd=folder).returncode == 0
-    assert headers_of(folder / "one.d") == [str(folder / name) for name in ("one.c", "one.h")]
+    assert setup_py["headers_of"](folder / "one.d") == [str(folder / name) for name in ("one.c", "one.h")]
 
 
 def test_a_torch_for_the_cpu_is_found_where_the_build_cannot_import_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setup_py: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the check, pip would compile kernels that no torch loads."""
-    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
-    monkeypatch.chdir(ROOT)
-    settings = runpy.run_path("setup.py")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
-    assert settings["cuda_of_torch"]() is None
+    assert setup_py["cuda_of_torch"]() is None
     (tmp_path / "purelib" / "torch").mkdir(parents=True)
     version = tmp_path / "purelib" / "torch" / "version.py"
     version.write_text("cuda: str | None = '13.0'\n")
-    assert settings["cuda_of_torch"]() == "13.0"
+    assert setup_py["cuda_of_torch"]() == "13.0"
     version.write_text("cuda: str | None = None\n")
-    assert settings["cuda_of_torch"]() == ""
-    assert "computes on the CPU alone" in settings["why_no_cuda"]("nvcc", demanded=False)
+    assert setup_py["cuda_of_torch"]() == ""
+    assert "computes on the CPU alone" in setup_py["why_no_cuda"]("nvcc", demanded=False)
 
 
 LIBRARIES_OF_TORCH = {
