@@ -15,6 +15,9 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._pytree import tree_leaves
 
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import checkpoint
+from fsdp_c.optim import WholeParameters
 from tests.clients.support import require
 from tests.ranks import device, on_ranks
 
@@ -41,8 +44,6 @@ def plain_model() -> nn.Module:
 
 
 def wrapped(plain: nn.Module, policy: ModuleWrapPolicy | None) -> Any:
-    from fsdp_c import FullyShardedDataParallel as FSDP
-
     return FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, use_orig_params=True, device_id=device())
 
 
@@ -64,10 +65,6 @@ def same_values(model: Any, plain: nn.Module) -> None:
 @pytest.mark.parametrize("kind", ["SOAP", "Shampoo"])
 @on_ranks(2)
 def test_factors_are_those_of_the_plain_model_and_resume(kind: str, tmp_path: Path) -> None:
-    from fsdp_c import FullyShardedDataParallel as FSDP
-    from fsdp_c import checkpoint
-    from fsdp_c.optim import WholeParameters
-
     make = optimizer_of(kind)
     plain = plain_model()
     model = wrapped(plain, ModuleWrapPolicy({nn.Sequential}))

@@ -56,15 +56,24 @@ def texts(count: int, seed: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": text, "labels": label} for text, label in zip(tokens, labels, strict=True)]
 
 
-def training_arguments(rank, world_size, folder, kind="TrainingArguments", fsdp_config=None, **options):
-    """Return the Trainer's arguments as in a script. Options of FSDP that are not named have the Trainer's
-    defaults.
-    """
-    import transformers
+def trainer(
+    rank,
+    world_size,
+    folder,
+    *,
+    model=language_model,
+    use_orig_params=True,
+    state_dict_type="FULL_STATE_DICT",
+    fsdp_config=None,
+    **options,
+):
+    """Return a Trainer as in a script. Options of FSDP that are not named have the Trainer's defaults."""
+    from transformers import Trainer, TrainingArguments
 
     launched(rank, world_size)
     gpus_that_are_cpus()
     config = {"version": 1, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} | (fsdp_config or {})
+    config |= {"use_orig_params": use_orig_params, "state_dict_type": state_dict_type}
     defaults = {
         "per_device_train_batch_size": BATCH,
         "per_device_eval_batch_size": BATCH,
@@ -79,29 +88,9 @@ def training_arguments(rank, world_size, folder, kind="TrainingArguments", fsdp_
         "report_to": [],
         "disable_tqdm": True,
     }
-    make = getattr(transformers, kind)
-    return make(str(folder), use_cpu=ON_CPU, fsdp=True, fsdp_config=config, **(defaults | options))
-
-
-def trainer(
-    rank,
-    world_size,
-    folder,
-    *,
-    model=None,
-    seed=0,
-    use_orig_params=True,
-    state_dict_type="FULL_STATE_DICT",
-    fsdp_config=None,
-    **options,
-):
-    from transformers import Trainer
-
-    config = {"use_orig_params": use_orig_params, "state_dict_type": state_dict_type} | (fsdp_config or {})
-    arguments = training_arguments(rank, world_size, folder, fsdp_config=config, **options)
     return Trainer(
-        language_model(seed) if model is None else model(),
-        arguments,
+        model(),
+        TrainingArguments(str(folder), use_cpu=ON_CPU, fsdp=True, fsdp_config=config, **(defaults | options)),
         train_dataset=texts(STEPS * BATCH * world_size, seed=1),
         eval_dataset=texts(3 * BATCH * world_size, seed=2),
     )
@@ -179,7 +168,7 @@ def test_resumed_run_ends_as_the_undisturbed_one(
     options = {"use_orig_params": use_orig_params, "state_dict_type": state_dict_type, "optim": optim}
     whole = trainer(rank, world_size, tmp_path, **options)
     whole.train()
-    again = trainer(rank, world_size, tmp_path / "again", seed=1, **options)
+    again = trainer(rank, world_size, tmp_path / "again", model=lambda: language_model(seed=1), **options)
     again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
     assert logged_losses(again)[-STEPS // 2 :] == logged_losses(whole)[-STEPS // 2 :]
     end = full_parameters(whole.model)

@@ -120,6 +120,7 @@ def test_states_and_handles_are_found(use_orig_params: bool) -> None:
     assert _get_fsdp_handles(nn.Linear(1, 1)) == []
     assert _has_fsdp_params(model, model) and _module_handle(model, model) is handles[0]
     assert handles[0]._sharding_strategy is HandleShardingStrategy.FULL_SHARD
+    assert all(map(_is_fsdp_flattened, model.parameters()))
 
 
 def test_replicated_module_is_not_entered() -> None:
@@ -146,13 +147,6 @@ def test_names_are_cleaned_of_all_wrappers() -> None:
     assert names[0] == "_fsdp_wrapped_module._checkpoint_wrapped_module.weight"
     assert [clean_tensor_name(name) for name in names] == ["weight", "bias"]
     assert isinstance(model._fsdp_wrapped_module, CheckpointWrapper) and isinstance(model.module, nn.Linear)
-
-
-@both_views
-def test_parameters_are_marked_as_flattened(use_orig_params: bool) -> None:
-    """Lightning looks at the optimizer's parameters."""
-    optimizer = torch.optim.SGD(nested(use_orig_params=use_orig_params).parameters(), lr=1.0)
-    assert all(_is_fsdp_flattened(param) for group in optimizer.param_groups for param in group["params"])
 
 
 # ------------------------------------------------------------------ attributes of a unit

@@ -60,55 +60,40 @@ def test_op_compiles_in_one_graph(name: str, dynamic: bool) -> None:
 
 
 F = torch.ones(4)
-REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
-    "range outside": (
-        "join_ranges",
-        ([torch.ones(3)], [F], [0, 8, 12], [1]),
-        r"elements \[8, 20\) lie outside of its",
-    ),
-    "no such source": ("join_ranges", ([F], [F], [1, 0, 4], [1]), "range 0 is of source 1 of 1"),
-    "half a range": ("join_ranges", ([F], [F], [0, 0], [1]), "a range is three numbers"),
-    "ranges that do not fill": (
-        "join_ranges",
-        ([torch.ones(2)], [F], [0, 0, 4], [1]),
-        "the ranges leave 4 bytes of output 0 unwritten",
-    ),
-    "ranges past the end": (
-        "join_ranges",
-        ([torch.ones(2)], [F], [0, 0, 4, 0, 0, 8], [2]),
-        "range 1 has 8 bytes, but output 0 has 4 left",
-    ),
-    "more ranges counted": ("join_ranges", ([F], [F], [0, 0, 4], [2]), "more ranges counted than given"),
-    "ranges left over": (
-        "join_ranges",
-        ([torch.ones(0)], [F], [0, 0, 4], [0]),
-        "ranges are left over",
-    ),
-    "count missing": ("join_ranges", ([F], [F], [0, 0, 16], []), "1 outputs, but 0 counts"),
-    "strided result": ("join_ranges", ([torch.ones(8)[::2]], [F], [0, 0, 16], [1]), "outputs must be contig"),
-    "two dimensions": (
-        "pack_gradients",
-        (torch.ones(2, 2), [], [], 1.0),
-        "out must have one dimension, not 2",
-    ),
-    "strided output": ("pack_gradients", (torch.ones(8)[::2], [], [], 1.0), "out must be contiguous"),
-    "integer target": ("pack_gradients", (F.int(), [F], [0], 1.0), "out must be float32"),
-    "integer source": ("pack_gradients", (F, [F.int()], [0], 1.0), "each of grads must be float32"),
-    "overlapping grads": (
-        "pack_gradients",
-        (torch.ones(8), [F, F], [0, 3], 1.0),
-        "grad 1 begins at 3, before the end",
-    ),
-    "grad outside": ("pack_gradients", (torch.ones(8), [F], [5], 1.0), "lie outside of out, which has 8"),
-    "offset missing": ("pack_gradients", (torch.ones(8), [F], [], 1.0), "1 grads, but 0 offsets"),
-    "zero divisor": ("pack_gradients", (F, [F], [0], 0.0), "divisor must be positive, not 0"),
-    "other size": ("accumulate_shard", (F, torch.ones(5), 1.0), "accumulator has 4 elements, shard 5"),
-}
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_argument_is_named(case: str) -> None:
-    name, arguments, message = REFUSED[case]
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("join_ranges", ([torch.ones(3)], [F], [0, 8, 12], [1]), r"elements \[8, 20\) lie outside of its"),
+        ("join_ranges", ([F], [F], [1, 0, 4], [1]), "range 0 is of source 1 of 1"),
+        ("join_ranges", ([F], [F], [0, 0], [1]), "a range is three numbers"),
+        (
+            "join_ranges",
+            ([torch.ones(2)], [F], [0, 0, 4], [1]),
+            "the ranges leave 4 bytes of output 0 unwritten",
+        ),
+        (
+            "join_ranges",
+            ([torch.ones(2)], [F], [0, 0, 4, 0, 0, 8], [2]),
+            "range 1 has 8 bytes, but output 0 has 4 left",
+        ),
+        ("join_ranges", ([F], [F], [0, 0, 4], [2]), "more ranges counted than given"),
+        ("join_ranges", ([torch.ones(0)], [F], [0, 0, 4], [0]), "ranges are left over"),
+        ("join_ranges", ([F], [F], [0, 0, 16], []), "1 outputs, but 0 counts"),
+        ("join_ranges", ([torch.ones(8)[::2]], [F], [0, 0, 16], [1]), "outputs must be contig"),
+        ("pack_gradients", (torch.ones(2, 2), [], [], 1.0), "out must have one dimension, not 2"),
+        ("pack_gradients", (torch.ones(8)[::2], [], [], 1.0), "out must be contiguous"),
+        ("pack_gradients", (F.int(), [F], [0], 1.0), "out must be float32"),
+        ("pack_gradients", (F, [F.int()], [0], 1.0), "each of grads must be float32"),
+        ("pack_gradients", (torch.ones(8), [F, F], [0, 3], 1.0), "grad 1 begins at 3, before the end"),
+        ("pack_gradients", (torch.ones(8), [F], [5], 1.0), "lie outside of out, which has 8"),
+        ("pack_gradients", (torch.ones(8), [F], [], 1.0), "1 grads, but 0 offsets"),
+        ("pack_gradients", (F, [F], [0], 0.0), "divisor must be positive, not 0"),
+        ("accumulate_shard", (F, torch.ones(5), 1.0), "accumulator has 4 elements, shard 5"),
+    ],
+)
+def test_refused_argument_is_named(name: str, arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(RuntimeError, match=f"fsdp_c::{name}: .*{message}"):
         overload(name)(*arguments)
 
