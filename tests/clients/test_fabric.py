@@ -132,9 +132,6 @@ def test_bf16_mixed_precision_keeps_fp32_parameters(rank, world_size):
     assert {value.dtype for value in full_parameters(model._forward_module).values()} == {torch.float32}
 
 
-# ------------------------------------------------------------------ checkpoints
-
-
 def wrapped_run(rank: int, world_size: int, seed: int, empty: bool, **options):
     run = fabric(rank, world_size, auto_wrap_policy={Layer}, **options)
     with run.init_module(empty_init=empty):

@@ -122,9 +122,6 @@ def test_trained_and_validated_as_unsharded(rank, world_size, use_orig_params, b
         assert result["val_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-# ------------------------------------------------------------------ checkpoints
-
-
 def trained_and_saved(rank: int, world_size: int, folder: Path, options: dict[str, Any]) -> list[float]:
     policy = {"auto_wrap_policy": {Layer}}
     run, module = trainer(rank, world_size, folder, options | policy, max_epochs=1), lit_module()

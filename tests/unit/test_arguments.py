@@ -28,8 +28,7 @@ from tests.ranks import both_views
 
 RANK = 1
 
-
-fake_group = fake_ranks(RANK, 4, scope="function", autouse=False)
+_group = fake_ranks(RANK, 4)
 
 
 def layer() -> nn.Linear:
@@ -69,7 +68,6 @@ ARGUMENTS: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize(("arguments", "error", "message"), ARGUMENTS)
 def test_argument_of_another_type_is_refused_and_nothing_changed(
     arguments: Any, error: type[Exception], message: str
@@ -89,7 +87,6 @@ def sharded_by_torch() -> nn.Module:
     return nn.Sequential(inner)
 
 
-@pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
@@ -115,7 +112,6 @@ def test_module_that_cannot_be_wrapped_is_refused(
         FSDP(build())
 
 
-@pytest.mark.usefixtures("fake_group")
 @both_views
 def test_wrapping_a_unit_again_warns_and_adds_a_unit_without_parameters(use_orig_params: bool) -> None:
     """As torch allows it: the outer unit is one without parameters."""
@@ -124,16 +120,6 @@ def test_wrapping_a_unit_again_warns_and_adds_a_unit_without_parameters(use_orig
         outer = FSDP(inner, use_orig_params=use_orig_params)
     assert outer._handle is None and outer.module is inner
     assert [name for name, _ in outer.state_dict().items()] == ["weight", "bias"]
-
-
-def test_wrapping_without_a_process_group_names_init_process_group() -> None:
-    assert not dist.is_initialized()
-    net = layer()
-    with pytest.raises(
-        ValueError, match=r"init_process_group\(\) before wrapping, in a script started with torchrun"
-    ):
-        FSDP(net)
-    assert type(net.weight) is nn.Parameter
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -204,7 +190,6 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.usefixtures("fake_group")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(("attempt", "error", "message"), CALLS)
 def test_call_with_something_else_is_refused(
@@ -232,7 +217,6 @@ def wrapped(module: nn.Module | None = None, **arguments: Any) -> Any:
     ids=["parameter", "tensor", "tied"],
 )
 @pytest.mark.parametrize("trained", [False, True], ids=["first", "trained"])
-@pytest.mark.usefixtures("fake_group")
 def test_parameter_assigned_after_wrapping_is_refused_by_the_next_forward(
     trained: bool, assigned: Callable[[Any], torch.Tensor]
 ) -> None:
@@ -253,7 +237,6 @@ def test_parameter_assigned_after_wrapping_is_refused_by_the_next_forward(
 
 
 @both_views
-@pytest.mark.usefixtures("fake_group")
 def test_a_parameter_that_was_deleted_after_wrapping_is_not_missed(use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     model.module.forward = model[0].forward
@@ -262,7 +245,6 @@ def test_a_parameter_that_was_deleted_after_wrapping_is_not_missed(use_orig_para
 
 
 @both_views
-@pytest.mark.usefixtures("fake_group")
 def test_scripted_modules_are_refused_by_name(use_orig_params: bool) -> None:
     module = nn.Sequential(layer(), torch.jit.script(layer()))
     with pytest.raises(
@@ -276,7 +258,6 @@ def test_scripted_modules_are_refused_by_name(use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("way", ["overwrite", "swap"])
 @both_views
-@pytest.mark.usefixtures("fake_group")
 def test_conversions_that_replace_parameters_are_refused(use_orig_params: bool, way: str) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     before = list(model.parameters())
@@ -304,7 +285,6 @@ def test_the_scaler_takes_a_device_for_its_type() -> None:
 
 
 @both_views
-@pytest.mark.usefixtures("fake_group")
 def test_an_optimizer_of_other_parameters_is_refused(use_orig_params: bool) -> None:
     """torch raises a KeyError with the tensor."""
     plain = layer()
@@ -325,7 +305,6 @@ def test_an_optimizer_of_other_parameters_is_refused(use_orig_params: bool) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
-@pytest.mark.usefixtures("fake_group")
 def test_loading_integers_or_complex_numbers_warns_once(dtype: torch.dtype) -> None:
     model = FSDP(nn.Sequential(FSDP(layer()), layer()))
     values = {name: torch.ones(tensor.shape, dtype=dtype) for name, tensor in layer().state_dict().items()}
@@ -340,7 +319,6 @@ def test_loading_integers_or_complex_numbers_warns_once(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.usefixtures("fake_group")
 def test_save_with_a_fake_process_group_is_refused(tmp_path: Path, background: bool) -> None:
     model = FSDP(layer(), device_id=torch.device("cpu"))
     words = (

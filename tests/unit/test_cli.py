@@ -123,9 +123,6 @@ def test_module_is_run_as_python_runs_it(
     assert capsys.readouterr().out.strip() == f"__main__ package ['{tmp_path}/package/train.py', '--lr', '1']"
 
 
-# ----------------------------------------------------------------- env
-
-
 def test_env_lists_versions_and_devices_for_a_bug_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["env"]) == 0
     facts = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())

@@ -1,5 +1,4 @@
-"""Names, attributes and import paths that libraries use of torch's FSDP1, and the
-contract.
+"""Names, attributes and import paths that libraries use of torch's FSDP1.
 
 Each path under torch.distributed.fsdp that a library imports from has its counterpart under fsdp_c; the
 functions that stay torch's own work on our units.
@@ -54,8 +53,6 @@ def nested(**arguments: Any) -> FSDP:
     return FSDP(Net(), **(defaults | arguments))
 
 
-# ------------------------------------------------------------------ import paths
-
 NAMES = """
 package: FullyShardedDataParallel FlatParameter BackwardPrefetch CPUOffload MixedPrecision ShardingStrategy
     StateDictType FullStateDictConfig ShardedStateDictConfig LocalStateDictConfig FullOptimStateDictConfig
@@ -102,9 +99,6 @@ def test_path_has_the_names_that_torch_has_there(module: str) -> None:
             assert callable(found), name
 
 
-# ------------------------------------------------------------------ torch's functions on our units
-
-
 @both_views
 def test_states_and_handles_are_found(use_orig_params: bool) -> None:
     """Torch's own functions and ours agree."""
@@ -147,9 +141,6 @@ def test_names_are_cleaned_of_all_wrappers() -> None:
     assert names[0] == "_fsdp_wrapped_module._checkpoint_wrapped_module.weight"
     assert [clean_tensor_name(name) for name in names] == ["weight", "bias"]
     assert isinstance(model._fsdp_wrapped_module, CheckpointWrapper) and isinstance(model.module, nn.Linear)
-
-
-# ------------------------------------------------------------------ attributes of a unit
 
 
 def test_replaced_step_that_is_not_called_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
@@ -215,9 +206,6 @@ def test_class_can_be_subclassed_and_keeps_its_name() -> None:
     assert FSDP.__name__ == "FullyShardedDataParallel"
 
 
-# ------------------------------------------------------------------ handles
-
-
 def handle_of(module: nn.Module, **arguments: Any) -> FlatParamHandle:
     """Built directly, with torch's keyword arguments."""
     return FlatParamHandle(
@@ -236,8 +224,6 @@ def handle_of(module: nn.Module, **arguments: Any) -> FlatParamHandle:
 
 
 def test_handle_is_built_directly() -> None:
-    """The unsharded flat parameter of audiocraft is there once it is
-    sharded."""
     handle = handle_of(nn.Linear(3, 5))
     handle.shard()
     assert handle.flat_param.numel() == 6 and handle._fqns_in_shard == ["weight"]

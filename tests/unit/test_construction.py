@@ -46,17 +46,11 @@ def nested(**kwargs: object) -> FSDP:
     return FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **kwargs)
 
 
-# ----------------------------------------------------------------- ignored states
-
-
 def test_outer_unit_ignores_parameters_ignored_by_an_inner_unit() -> None:
     net = Net()
     weight = net.second[0].weight
     net.second = FSDP(net.second, ignored_states=[weight])
     assert weight in FSDP(net)._ignored_params
-
-
-# ----------------------------------------------------------------- process groups and strategies
 
 
 def test_pair_of_groups_is_refused_by_a_plain_strategy() -> None:
@@ -103,9 +97,6 @@ def test_gradients_are_divided_by_the_factors_of_torch(size: int) -> None:
     assert (model._gradient_predivide_factor, model._gradient_postdivide_factor) == (factor, size / factor)
 
 
-# ----------------------------------------------------------------- device and materialisation
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
 @pytest.mark.parametrize("device_id", [0, torch.device("cuda", 0)])
 def test_device_that_is_not_there_is_refused_and_named(device_id: int | torch.device) -> None:
@@ -140,9 +131,6 @@ def test_param_init_fn_that_forgets_a_parameter_is_refused_and_names_it() -> Non
         FSDP(Net().to("meta"), param_init_fn=lambda module: None)
 
 
-# ----------------------------------------------------------------- parameters
-
-
 @both_views
 def test_parameter_of_two_units_is_refused_and_both_names_given(use_orig_params: bool) -> None:
     net = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
@@ -152,9 +140,6 @@ def test_parameter_of_two_units_is_refused_and_both_names_given(use_orig_params:
     for module, message in ((net, same), (net[0].module, "one parameter belongs to one unit")):
         with pytest.raises(ValueError, match=message):
             FSDP(module, use_orig_params=use_orig_params)
-
-
-# ----------------------------------------------------------------- names and lookups
 
 
 def test_unknown_attributes_and_indices_are_those_of_the_wrapped_module() -> None:
@@ -189,9 +174,6 @@ def test_a_shallow_copy_is_another_object_over_the_same_unit() -> None:
     assert type(copied) is FSDP and copied is not model and copied.module is model.module
     assert [id(param) for param in copied.parameters()] == [id(param) for param in model.parameters()]
     assert list(copied.state_dict()) == list(model.state_dict())
-
-
-# ----------------------------------------------------------------- roots and lazy initialisation
 
 
 def test_root_that_was_summoned_alone_joins_a_tree() -> None:

@@ -8,7 +8,6 @@ import types
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
@@ -18,16 +17,14 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Boun
 import fsdp_c
 from tests.processes import run_python
 
-pytestmark = pytest.mark.usefixtures("units_left_by_others_unseen")
+pytestmark = pytest.mark.usefixtures("units_left_by_others_unseen", "one_rank")
 KEPT = {"class": torch_fsdp.FullyShardedDataParallel}  # not a name of a module, so that install() leaves it
 
 
 @pytest.fixture(autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def uninstalled():
     yield
     fsdp_c.uninstall()
-    dist.destroy_process_group()
 
 
 def test_install_rebinds_names_wherever_they_were_imported_to():

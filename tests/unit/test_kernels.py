@@ -243,9 +243,6 @@ def test_an_unknown_instruction_set_is_refused() -> None:
         _C.use_cpu_capability("mmx")
 
 
-# ----------------------------------------------------------------- torch's operators in their place
-
-
 def test_use_of_torchs_operators_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

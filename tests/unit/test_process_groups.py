@@ -87,3 +87,12 @@ def test_pair_of_doubles_is_no_hybrid_group() -> None:
     """Hybrid strategies require torch's process groups, as in torch's FSDP1."""
     with pytest.raises(ValueError, match="tuple of two process groups"):
         wrap((Double(0, 2), Double(0, 2)), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+def test_wrapping_without_a_process_group_names_init_process_group() -> None:
+    assert not dist.is_initialized()
+    module = nn.Linear(3, 3)
+    words = r"init_process_group\(\) before wrapping, in a script started with torchrun"
+    with pytest.raises(ValueError, match=words):
+        FSDP(module)
+    assert type(module.weight) is nn.Parameter

@@ -22,8 +22,6 @@ from fsdp_c.compat.standins import common_utils, wrap
 from tests.models import Block, Net
 from tests.processes import ROOT, output_of_python
 
-# ----------------------------------------------------------------- policies
-
 
 class Wrapped(nn.Module):
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
@@ -109,9 +107,6 @@ def test_wrap_wraps_inside_enable_wrap_alone() -> None:
     assert isinstance(wrap.wrap(nn.ReLU()), nn.ReLU)
 
 
-# ----------------------------------------------------------------- helpers
-
-
 def test_names_of_parameters_are_those_torchs_finds() -> None:
     made = nn.Sequential(Block(tied=True), nn.Sequential(Block(tied=True)))
     made[1][0].square.weight = made[0].square.weight
@@ -151,9 +146,6 @@ def test_tensors_of_containers_are_found_and_replaced_as_torchs_are() -> None:
     assert common_utils.replace_grad_tensors([3], iter(())) == [3]
     with pytest.raises(RuntimeError, match="2 replacement tensors were not consumed"):
         common_utils.replace_grad_tensors([one], iter(new[:3]))
-
-
-# ----------------------------------------------------------------- finding and pickling
 
 
 def test_modules_stand_under_torchs_names_once_they_are_asked_for() -> None:

@@ -99,9 +99,6 @@ def test_prefetch_limits_of_the_root_count_in_the_peak() -> None:
         assert fsdp_c.summary(model) == whole
 
 
-# ----------------------------------------------------------------- text
-
-
 def test_the_table_shows_units_sizes_collectives_names_and_memory() -> None:
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
     whole = fsdp_c.summary(FSDP(layers, auto_wrap_policy=LINEARS))
@@ -161,9 +158,6 @@ def test_printing_a_unit_whose_construction_failed_still_works() -> None:
     assert repr(broken) == "FullyShardedDataParallel()"
 
 
-# ----------------------------------------------------------------- logging
-
-
 def logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     with caplog.at_level(level, logger="fsdp_c"):
         policy = ModuleWrapPolicy({nn.Sequential})
@@ -182,9 +176,6 @@ def test_nothing_is_made_to_be_logged_without_a_listener(caplog: pytest.LogCaptu
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fsdp_c.tools.summary.summary", lambda root: pytest.fail("summarised"))
         assert logged(caplog, logging.WARNING) == []
-
-
-# ----------------------------------------------------------------- refused arguments
 
 
 def test_a_model_without_units_and_a_text_are_refused() -> None:

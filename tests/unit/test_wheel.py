@@ -125,25 +125,14 @@ def test_a_missing_symbol_of_libtorch_is_named(installed: Path, tmp_path: Path) 
     assert absent[:-1].decode() in import_error("import fsdp_c", broken)
 
 
-def test_a_compiler_that_cannot_optimise_across_files_is_not_asked_to(
-    setup_py: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link_time_flags = setup_py["link_time_flags"]
-    assert link_time_flags(["false"]) == []
-    if "Free Software Foundation" in call("cc", "--version", cwd=ROOT).stdout:
-        assert link_time_flags(["cc"]) == ["-flto=auto"]
-        folder = tmp_path / "Ann's files"
-        folder.mkdir()
-        monkeypatch.setenv("TMPDIR", str(folder))
-        assert link_time_flags(["cc"]) == ["-flto=auto"]
-        assert os.environ["TMPDIR"] == str(folder)
+def test_a_compiler_that_cannot_optimise_across_files_is_not_asked_to(setup_py: dict[str, Any]) -> None:
+    assert setup_py["link_time_flags"](["false"]) == []
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-@pytest.mark.parametrize("folder", ["my projects", "Ann's projects, #1"])
-def test_link_time_optimization_works_in_paths_with_spaces_and_quotes(tmp_path: Path, folder: str) -> None:
+def test_link_time_optimization_works_in_paths_with_spaces_and_quotes(tmp_path: Path) -> None:
     """With two partitions: gcc makes them by one makefile."""
-    tree = tmp_path / folder / "fsdp_c"
+    tree = tmp_path / "Ann's projects, #1" / "fsdp_c"
     (tree / "csrc").mkdir(parents=True)
     (tree / "fsdp_c").mkdir()
     shutil.copy(ROOT / "setup.py", tree)
