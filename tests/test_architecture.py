@@ -168,11 +168,6 @@ def definitions_of(text: str) -> Iterator[tuple[str, str, str]]:
             head_start = position + 1
 
 
-def functions_of(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, body) of each function definition in C text without comments."""
-    yield from ((name, body) for _, name, body in definitions_of(text))
-
-
 def without_preprocessor(text: str) -> str:
     return re.sub(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*$", "", text, flags=re.MULTILINE)
 
@@ -212,7 +207,7 @@ def call_violations(root: Path) -> list[str]:
     return [
         f"{function} in {name} calls {called} of {homes[called]}"
         for name, text in files.items()
-        for function, body in functions_of(text)
+        for _, function, body in definitions_of(text)
         for called in set(re.findall(r"(?<![.>\w])\w+(?=\()", body)) & homes.keys()
         if layer_of(homes[called]) > layer_of(name)
     ]
@@ -288,7 +283,7 @@ def state_violations(root: Path) -> list[str]:
     for field, owner in STATE_OWNERS.items():
         writers: dict[str, set[str]] = {owner: set()}
         for name, text in c_files(root).items():
-            for function, body in functions_of(text):
+            for _, function, body in definitions_of(text):
                 if re.search(rf"(->|\.)\s*{field}\s*=(?!=)", body):
                     writers.setdefault(name.split("/")[0], set()).add(f"{name}:{function}")
         for layer, functions in writers.items():

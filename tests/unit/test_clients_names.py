@@ -22,6 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import FullyShardedDataParallel as Upstream
 from torch.distributed.fsdp import _traversal_utils as torch_traversal
 
 from fsdp_c import _C, MixedPrecision, ShardingStrategy
@@ -232,16 +233,11 @@ def test_handle_is_built_directly() -> None:
 
 @pytest.mark.parametrize("aligned_numel", [0, 4, 8])
 def test_tensors_are_flattened_as_torch_does(aligned_numel: int) -> None:
-    tensors = [
-        torch.randn(3, 5),
-        torch.randn(1),
-        torch.randn(4, 2, 3, 3).to(memory_format=torch.channels_last),
-    ]
+    channels_last = torch.randn(4, 2, 3, 3).to(memory_format=torch.channels_last)
+    tensors = [torch.randn(3, 5), torch.randn(1), channels_last]
     handle = handle_of(nn.Linear(3, 5))
     flat = handle.flatten_tensors(tensors, aligned_numel)
-    expected = torch.distributed.fsdp.FullyShardedDataParallel(
-        nn.Linear(3, 5), device_id=CPU, use_orig_params=True
-    )
+    expected = Upstream(nn.Linear(3, 5), device_id=CPU, use_orig_params=True)
     assert torch.equal(flat, expected._handle.flatten_tensors(tensors, aligned_numel))
     param = handle.flatten_tensors_into_flat_param(tensors, aligned_numel, requires_grad=False)
     assert param._is_flat_param and not param.requires_grad and torch.equal(param, flat)

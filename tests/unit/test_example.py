@@ -1,6 +1,7 @@
 """Messages of examples/train_lm.py for unusable input, and the distribution of its text to ranks."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,7 @@ def write_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def open_folder(
-    out: Path, *, resumed: Path | None = None, resume: str | None = None, overwrite: bool = False
-) -> None:
-    lm_checkpoint.open_run_folder(out, resumed=resumed, resume=resume, overwrite=overwrite)
+open_folder = partial(lm_checkpoint.open_run_folder, resumed=None, resume=None, overwrite=False)
 
 
 def test_an_existing_run_is_kept_unless_asked_otherwise(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as Upstream
+from torch.distributed.fsdp import _flat_param as torch_flat_param
 from torch.distributed.fsdp._runtime_utils import _lazy_init as upstream_lazy_init
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -144,8 +145,6 @@ def test_attributes_of_torch_exist_with_its_values_or_raise_with_a_replacement(
                 assert {key: listed(getattr(our_one, key)) for key in values} == values
 
 
-# ----------------------------------------------------------------- tensors that come and go
-
 STORAGES = ("_local_shard", "_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 
 
@@ -224,9 +223,6 @@ def test_sharded_grad_is_readable_in_a_backward_and_after_it() -> None:
     assert torch.equal(first._handle.sharded_grad, first._flat_param.grad)
 
 
-# ----------------------------------------------------------------- functions of a handle
-
-
 @both_views
 def test_shards_and_views_are_cut_as_torch_cuts_them(use_orig_params: bool) -> None:
     theirs, ours = (build(fsdp, use_orig_params, "plain")._handle for fsdp in (Upstream, FSDP))
@@ -271,24 +267,15 @@ def test_unknown_attributes_stay_unknown() -> None:
     assert isinstance(FSDP.__getattr__, types.FunctionType)
 
 
-# ----------------------------------------------------------------- names, places and values
-
-
-def test_flat_param_exports_the_names_of_torchs() -> None:
-    from torch.distributed.fsdp import _flat_param as theirs
-
-    assert set(theirs.__all__) <= set(_flat_param.__all__)
-
-
-def test_names_of_parameters_and_buffers_are_those_of_torch() -> None:
-    for use_orig_params in (True, False):
-        theirs, ours = (build(fsdp, use_orig_params, "plain") for fsdp in (Upstream, FSDP))
-        for method in ("named_parameters", "named_buffers"):
-            for kwargs in ({}, {"prefix": "p"}, {"recurse": False}, {"remove_duplicate": False}):
-                names = [[name for name, _ in getattr(model, method)(**kwargs)] for model in (theirs, ours)]
-                if "remove_duplicate" in kwargs:  # torch moves a shared parameter behind its neighbours
-                    names = [sorted(one) for one in names]
-                assert names[0] == names[1], (use_orig_params, method, kwargs)
+@both_views
+def test_names_of_parameters_and_buffers_are_those_of_torch(use_orig_params: bool) -> None:
+    theirs, ours = (build(fsdp, use_orig_params, "plain") for fsdp in (Upstream, FSDP))
+    for method in ("named_parameters", "named_buffers"):
+        for kwargs in ({}, {"prefix": "p"}, {"recurse": False}, {"remove_duplicate": False}):
+            names = [[name for name, _ in getattr(model, method)(**kwargs)] for model in (theirs, ours)]
+            if "remove_duplicate" in kwargs:  # torch moves a shared parameter behind its neighbours
+                names = [sorted(one) for one in names]
+            assert names[0] == names[1], (method, kwargs)
 
 
 def test_flat_parameter_is_a_plain_parameter_with_a_mark() -> None:
@@ -299,6 +286,7 @@ def test_flat_parameter_is_a_plain_parameter_with_a_mark() -> None:
     marked._is_flat_param = True
     assert isinstance(marked, FlatParameter)
     assert FlatParameter(torch.ones(3, device="meta")).is_meta
+    assert set(torch_flat_param.__all__) <= set(_flat_param.__all__)
 
 
 def shown_by(unit: Any) -> dict[str, Any]:

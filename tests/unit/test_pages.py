@@ -31,16 +31,9 @@ def wants_large_pages(address: int) -> bool:
 def test_pages_inside_a_large_tensor_are_asked_for_and_no_others() -> None:
     tensor = torch.empty(48 * 2**20, dtype=torch.uint8).view(torch.float32)
     middle, last = tensor.data_ptr() + tensor.nbytes // 2, tensor.data_ptr() + tensor.nbytes - 1
+    _C.prefer_large_pages(tensor[tensor.numel() // 2 :][: 2**18])  # too small
     assert not wants_large_pages(middle)
     _C.prefer_large_pages(tensor)
     assert wants_large_pages(middle)
-    assert wants_large_pages(last) == (
-        last // LARGE_PAGE_NBYTES * LARGE_PAGE_NBYTES + LARGE_PAGE_NBYTES - 1 == last
-    )
-
-
-def test_nothing_is_asked_for_a_small_tensor() -> None:
-    kept = torch.empty(48 * 2**20, dtype=torch.uint8)
-    small = kept[: 2**20].view(torch.float32)
-    _C.prefer_large_pages(small)
-    assert not wants_large_pages(small.data_ptr() + small.nbytes // 2)
+    ends_with_a_page = (last + 1) % LARGE_PAGE_NBYTES == 0
+    assert wants_large_pages(last) == ends_with_a_page

@@ -56,8 +56,8 @@ def test_tensors_are_found_in_every_kind_of_container():
     odd = Odd(3)
     odd["x"] = one
     packed = pack_sequence([one * 2])
-    for output in (
-        one,
+    slotted = collections.OrderedDict(a=Slotted(Record(one)))
+    nested = [
         (1, [one]),
         {"a": {"b": one}},
         Record(one),
@@ -65,9 +65,10 @@ def test_tensors_are_found_in_every_kind_of_container():
         {1, one},
         odd,
         Opaque([one]),
-    ):
+        slotted,
+    ]
+    for output in (one, *nested):
         assert ids(tensor_containers.tensors_of(output)) == [id(one)], type(output)
-    assert ids(tensor_containers.tensors_of(collections.OrderedDict(a=Slotted(Record(one))))) == [id(one)]
     assert ids(tensor_containers.tensors_of(packed)) == [id(packed.data)]
     others = [torch.ones(1), "text", 3, None, Opaque(torch.ones(1)), nn.Linear(1, 1), len]
     assert tensor_containers.tensors_of(others) == []
@@ -104,9 +105,7 @@ def test_copied_containers_keep_their_class(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.10.0")
     odd, default = Odd(3), collections.defaultdict(list, x=[1])
     odd["x"] = 1
-    (new_odd, new_default), _ = tensor_containers.convert_inputs(
-        (odd, default), {}, torch.device("cpu"), None
-    )
+    new_odd, new_default = tensor_containers.convert_inputs((odd, default), {}, torch.device("cpu"), None)[0]
     assert new_odd is not odd and isinstance(new_odd, Odd) and new_odd.size == 3 and new_odd == odd
     assert new_default is not default and new_default["y"] == [] and new_default["x"] is not default["x"]
 
