@@ -11,7 +11,7 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -48,15 +48,7 @@ class _Hider:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         if self._way == "refused" or not name.startswith("torch.distributed"):
             return None
-        return self._without_fsdp1(name, path, target)
-
-    def _without_fsdp1(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
-        others = [
-            finder for finder in sys.meta_path if finder is not self and finder.__class__.__name__ != "Finder"
-        ]
-        spec = next(
-            (found for one in others if (found := one.find_spec(name, path, target)) is not None), None
-        )
+        spec = PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             spec.loader = _Loader(spec.loader.name, spec.loader.path)
         return spec

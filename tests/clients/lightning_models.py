@@ -93,7 +93,7 @@ def assert_trained_as_unsharded(
     """Compare with the unsharded model, trained on the batches of ``steps``."""
     plain = mlp()
     expected = train_reference(plain, whole_loss, steps, optimizer=adam(plain), **options)
-    assert losses == pytest.approx(expected, rel=1e-5)
+    assert losses == pytest.approx(expected, rel=1e-5), f"{losses}, not {expected}"
     assert_same_parameters(parameters, plain.state_dict())
 
 

@@ -35,18 +35,9 @@ def language_model() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=12,
-            intermediate_size=20,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=16,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
+    sizes = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(max_position_embeddings=16, **sizes, **tokens))
 
 
 def with_adapters(seed: int = 1) -> nn.Module:
@@ -147,7 +138,6 @@ def test_adapters_are_saved_and_loaded_as_unsharded(rank, world_size, tmp_path):
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_adapters_are_set_aside_and_merged_as_unsharded(rank, world_size, use_orig_params):
     """disable_adapter serves to evaluate the reference model. Merging writes into frozen parameters."""
-
     launched(rank, world_size)
     FSDP = torch.distributed.fsdp.FullyShardedDataParallel
     model = wrapped(with_adapters(), use_orig_params)

@@ -58,9 +58,7 @@ NAMES = """
 package: FullyShardedDataParallel FlatParameter BackwardPrefetch CPUOffload MixedPrecision ShardingStrategy
     StateDictType FullStateDictConfig ShardedStateDictConfig LocalStateDictConfig FullOptimStateDictConfig
     OptimStateKeyType ShardedOptimStateDictConfig LocalOptimStateDictConfig StateDictSettings
-api: ShardingStrategy StateDictType MixedPrecision CPUOffload BackwardPrefetch
 fully_sharded_data_parallel: FullyShardedDataParallel FlatParameter OptimStateKeyType CPUOffload FLAT_PARAM
-sharded_grad_scaler: ShardedGradScaler
 wrap: _or_policy lambda_auto_wrap_policy transformer_auto_wrap_policy size_based_auto_wrap_policy enable_wrap
     wrap always_wrap_policy CustomPolicy ModuleWrapPolicy _Policy _recursive_wrap _construct_wrap_fn
     _post_order_apply
@@ -80,7 +78,7 @@ PATHS = {
     path: names.split()
     for path, _, names in (line.partition(": ") for line in re.split(r"\n(?! )", NAMES.strip()))
 }
-OURS = {"FullyShardedDataParallel", "FlatParameter", "FlatParamHandle", "ShardedGradScaler"}
+OURS = {"FullyShardedDataParallel", "FlatParameter", "FlatParamHandle"}
 OURS |= {"ParamInfo", "SharedParamInfo", "FlatParamShardMetadata"}
 
 

@@ -98,9 +98,6 @@ def enter(context: Any) -> None:
         pass
 
 
-# ----------------------------------------------------------------- construction
-
-
 def wrap_with(fsdp: Implementation, net: Any, arguments: Callable[[Any], dict[str, Any]]) -> None:
     fsdp.wrap(net, **arguments(net))
 
@@ -287,9 +284,6 @@ X-036 root | AssertionError | Non-root modules should have their parent module s
 )
 
 
-# ----------------------------------------------------------------- flattening
-
-
 def param(
     dtype: torch.dtype = torch.float32, requires_grad: bool = True, device: str = "cpu"
 ) -> nn.Parameter:
@@ -341,9 +335,6 @@ X-050 reduce | logging.LogRecord | Since FSDP_USE_FAKE_REDUCE=1, FSDP will not e
         "X-050 reduce": lambda fsdp: set_variable(fsdp, "FSDP_USE_FAKE_REDUCE"),
     },
 )
-
-
-# ----------------------------------------------------------------- lazy initialisation and runtime
 
 
 def run_with(fsdp: Implementation, name: str, value: Any) -> None:
@@ -495,9 +486,6 @@ X-085 | logging.LogRecord, whole | FSDP firing post-backward hooks for parameter
 )
 
 
-# ----------------------------------------------------------------- calls of the user
-
-
 def flip_in_no_sync(fsdp: Implementation) -> None:
     model = fsdp.nested()
     with model.no_sync():
@@ -631,9 +619,6 @@ X-120 scale | AssertionError, whole | new_scale should be a float or a 1-element
 @of([*CONSTRUCTION, *WRAPPING, *FLATTENING, *RUNTIME, *USER_CALLS])
 def test_errors_and_warnings_begin_with_torchs_words(row: Row) -> None:
     check(row)
-
-
-# ----------------------------------------------------------------- notes
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 11)])

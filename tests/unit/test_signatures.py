@@ -36,10 +36,6 @@ def arguments(value: Any) -> list[tuple[Any, ...]] | None:
     return named[1:] if named and named[0][0] in ("self", "cls") else named
 
 
-def is_plain(value: Any) -> bool:
-    return isinstance(value, (Enum, bool, int, str))
-
-
 def differences(module: str, replacement: str) -> Iterator[str]:
     """Yield names of a public module of torch that its replacement lacks, or that have other arguments, values
     or bases there.
@@ -65,7 +61,11 @@ def differences(module: str, replacement: str) -> Iterator[str]:
                     yield f"{module}.{path} is missing"
             elif arguments(known) not in (None, arguments(own)):
                 yield f"{module}.{path}{arguments(own)}, torch has {arguments(known)}"
-            elif is_plain(known) and not path.endswith("__") and repr(known) != repr(own):
+            elif (
+                isinstance(known, (Enum, bool, int, str))
+                and not path.endswith("__")
+                and repr(known) != repr(own)
+            ):
                 yield f"{module}.{path} = {own!r}, torch has {known!r}"
 
 
