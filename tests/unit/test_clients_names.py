@@ -163,9 +163,8 @@ def test_small_methods_of_a_unit(use_orig_params: bool) -> None:
     model = nested(
         use_orig_params=use_orig_params, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)
     )
-    assert (
-        model._mixed_precision_enabled_for_buffers() and not nested()._mixed_precision_enabled_for_buffers()
-    )
+    assert model._mixed_precision_enabled_for_buffers()
+    assert not nested()._mixed_precision_enabled_for_buffers()
     assert not model._low_precision_hook_enabled()
     model.register_comm_hook(None, bf16_compress_hook)
     assert model._low_precision_hook_enabled()

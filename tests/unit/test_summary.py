@@ -19,11 +19,10 @@ from fsdp_c import MixedPrecision, ShardingStrategy
 from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.collectives import fake_ranks
 
-WORLD_SIZE = 4
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LINEARS = ModuleWrapPolicy({nn.Linear})
 
-_group = fake_ranks(1, WORLD_SIZE)
+_group = fake_ranks(1, 4)
 
 
 def net() -> nn.Module:
