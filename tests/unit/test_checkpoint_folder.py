@@ -68,7 +68,8 @@ def test_what_is_not_the_checkpoints_stays(tmp_path: Path) -> None:
         (path / name).write_text(content)
     (tmp_path / ".run.saving-notes").write_text("s")
     (tmp_path / ".run.old").mkdir()
-    best = listed(path / "best")
+    path.chmod(0o2750)  # may be a mount point: a save replaces files in it, and never the folder
+    best, before = listed(path / "best"), path.stat()
     for version in (2, 3):
         save(path, version)
         assert loaded(path) == version and loaded(path / "best") == 9
@@ -82,19 +83,9 @@ def test_what_is_not_the_checkpoints_stays(tmp_path: Path) -> None:
             "__0_0.distcp",
             "fsdp_c.layout",
         }
-    assert sorted(os.listdir(tmp_path)) == [".run.old", ".run.saving-notes", "run"]
-
-
-def test_the_folder_stays_with_mode_owner_and_group(tmp_path: Path) -> None:
-    """It may be a mount point: a save replaces files in it, and never the folder."""
-    path = tmp_path / "run"
-    save(path, 1)
-    path.chmod(0o2750)
-    before = path.stat()
-    save(path, 2)
-    after = path.stat()
     for name in ("st_ino", "st_mode", "st_uid", "st_gid"):
-        assert getattr(after, name) == getattr(before, name), name
+        assert getattr(path.stat(), name) == getattr(before, name), name
+    assert sorted(os.listdir(tmp_path)) == [".run.old", ".run.saving-notes", "run"]
 
 
 def test_a_path_is_followed_as_the_system_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,31 +138,20 @@ def test_a_folder_in_one_that_is_not_writable_is_saved_to_and_none_is_made_there
             Path(name).chmod(0o755)
 
 
-def refusals(path: Path) -> dict[Path, str]:
-    (path / "workspace" / ".metadata").mkdir(parents=True)
-    (path / "other").mkdir()
-    (path / "other" / ".metadata").write_text("title: a thesis")
-    (path / "dangling").mkdir()
-    (path / "dangling" / ".metadata").symlink_to("nowhere")
-    (path / "file").write_text("x")
-    (path / "link").symlink_to("nowhere")
-    not_ours = ".metadata: exists and is not a checkpoint's"
-    not_a_folder = "exists and is not a folder"
-    return {
-        path / "workspace": not_ours,
-        path / "other": not_ours,
-        path / "dangling": not_ours,
-        path / "file": not_a_folder,
-        path / "link": not_a_folder,
-    }
-
-
 def test_what_would_be_lost_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    reasons = refusals(tmp_path)
+    (tmp_path / "workspace" / ".metadata").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / ".metadata").write_text("title: a thesis")
+    (tmp_path / "dangling").mkdir()
+    (tmp_path / "dangling" / ".metadata").symlink_to("nowhere")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("nowhere")
     before = sorted(tmp_path.rglob("*"))
-    for path, reason in reasons.items():
+    for name in ("workspace", "other", "dangling", "file", "link"):
+        is_folder = (tmp_path / name).is_dir()
+        reason = ".metadata: exists and is not a checkpoint's" if is_folder else "exists and is not a folder"
         with pytest.raises(FileExistsError, match=reason):
-            save(path, 1)
+            save(tmp_path / name, 1)
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "other" / ".metadata").read_text() == "title: a thesis"
 
