@@ -69,6 +69,18 @@ def _same(one: Any, other: Any) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
+class ExtraState(nn.Module):
+    """A module with extra state."""
+
+    own: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.own
+
+    def set_extra_state(self, state: Any) -> None:
+        self.own = state
+
+
 @torch.no_grad()
 def fill(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> None:
     """Fill every parameter and every tensor of the optimizer's state with ``version``."""

@@ -9,7 +9,8 @@ import itertools
 import math
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,11 +35,12 @@ from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError
 from fsdp_c.checkpoint.storage import read_checkpoint
 from tests import tensor_parallel as tp
+from tests.checkpoints import ExtraState
 from tests.distributed.test_sharded_state_dict import contiguous, odd, wrap
 from tests.models import WIDTH, Block
 from tests.parity.engine import same_bits
 from tests.ranks import both_views, device, on_ranks, pool
-from tests.training import SHARDED, train
+from tests.training import SHARDED, assert_same, train
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 EXTRA = {"step": 3, "losses": [1.0, 0.5], "nested": {"name": "x", "tensor": torch.arange(4)}}
@@ -84,18 +86,22 @@ def trained(groups: int = 2, **options: Any) -> tuple[Any, torch.optim.Optimizer
     return model, optimizer
 
 
-def full_model(model: Any) -> dict[str, Tensor]:
+@contextmanager
+def full(model: Any) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT):
-            return model.state_dict()
+            yield
+
+
+def full_model(model: Any) -> dict[str, Tensor]:
+    with full(model):
+        return model.state_dict()
 
 
 def full_optim(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT):
-            return type(model).optim_state_dict(model, optimizer)
+    with full(model):
+        return type(model).optim_state_dict(model, optimizer)
 
 
 def write_full(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -106,20 +112,13 @@ def write_full(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> No
     dist.barrier()
 
 
-def assert_holds(folder: Path, model: Any, optimizer: torch.optim.Optimizer | None) -> None:
+def assert_holds(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
     expected = torch.load(folder / "expected.pt", weights_only=True)
-    actual = full_model(model)
-    assert sorted(actual) == sorted(expected["model"])
-    assert [name for name in actual if not same_bits(actual[name], expected["model"][name])] == []
-    if optimizer is None:
-        return
+    assert_same(expected["model"], full_model(model))
     state = full_optim(model, optimizer)
     assert sorted(state["state"]) == sorted(expected["optim"]["state"])
     for fqn, own in state["state"].items():
-        assert sorted(own) == sorted(expected["optim"]["state"][fqn])
-        assert [
-            name for name in own if not same_bits(own[name], expected["optim"]["state"][fqn][name])
-        ] == [], fqn
+        assert_same(expected["optim"]["state"][fqn], own)
     assert state["param_groups"][0]["lr"] == expected["optim"]["param_groups"][0]["lr"] == 0.02
 
 
@@ -412,7 +411,7 @@ def test_what_is_saved_here_loads_in_torch(kind, use_orig_params):
 # ----------------------------------------------------------------- buffers and extra state
 
 
-class WithState(nn.Module):
+class WithState(ExtraState):
     """A module with plain parameters outside of the unit, buffers of three kinds, and extra state."""
 
     def __init__(self) -> None:
@@ -421,16 +420,9 @@ class WithState(nn.Module):
         self.plain = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("hidden", torch.ones(2), persistent=False)
         self.register_buffer("fraction", torch.tensor([1 / 3, 2 / 3]))
-        self.seen: dict[str, Any] = {"count": 0}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.plain(self.inner(x))
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return dict(self.seen)
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.seen = dict(state)
 
 
 def with_state(seed: int) -> Any:
@@ -438,7 +430,7 @@ def with_state(seed: int) -> Any:
     inner = WithState()
     with torch.no_grad():
         inner.fraction.mul_(seed + 1)
-    inner.seen = {"count": seed, "names": ["a"]}
+    inner.own = {"count": seed, "names": ["a"]}
     options = {
         "ignored_modules": [inner.plain],
         "mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16),
@@ -455,12 +447,9 @@ def test_buffers_ignored_parameters_and_extra_state_come_back():
     saved = read_checkpoint(path).entries
     assert saved["model.fraction"].dtype == torch.float32 and "model.hidden" not in saved
     assert checkpoint.load(target, None, path) == {}
-    assert_same_tensors(full_without_extra(source), full_without_extra(target))
-    assert target.module.seen == {"count": 1, "names": ["a"]}
-
-
-def full_without_extra(model: Any) -> dict[str, Tensor]:
-    return {name: value for name, value in full_model(model).items() if not name.endswith("_extra_state")}
+    expected, found = full_model(source), full_model(target)
+    assert expected.pop("_extra_state") == found.pop("_extra_state") == {"count": 1, "names": ["a"]}
+    assert_same_tensors(expected, found)
 
 
 @on_ranks(2)
@@ -633,18 +622,11 @@ def test_what_does_not_fit_is_found_before_anything_is_changed():
     with pytest.raises(CheckpointError, match="holds no optimizer under 'optim'"):
         checkpoint.load(target, optimizer, path)
     wider = wrap(nn.Sequential(nn.Linear(3, 3)), True)
-    with pytest.raises(
-        CheckpointError, match="does not fit the model:\n\t0.weight is missing".replace("0", "model.0")
-    ):
+    with pytest.raises(CheckpointError, match="does not fit the model:\n\tmodel.0.weight is missing"):
         checkpoint.load(wider, None, path)
     checkpoint.load(wider, None, path, strict=False)
-    with pytest.raises(FileNotFoundError, match="nowhere: no such checkpoint"):
-        checkpoint.load(target, None, path.parent / "nowhere")
     with target.summon_full_params(target), pytest.raises(AssertionError, match="inside summon_full_params"):
         checkpoint.save(target, None, path)
-    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    with pytest.raises(ValueError, match="parameters that are not the model's"):
-        checkpoint.save(target, stranger, path)
     assert_same_tensors(before, full_model(target))
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import StateDictType
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError
 from fsdp_c.checkpoint.storage import read_checkpoint
+from tests.checkpoints import ExtraState
 from tests.distributed.test_checkpoint import (
     assert_same_tensors,
     folder_of_ranks,
@@ -34,21 +35,15 @@ class Inner(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.own = nn.Linear(3, 4), None
+        self.up = nn.Linear(3, 4)
         self.register_buffer("seen", torch.zeros(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.up(x)
 
 
-class Own(Inner):
+class Own(ExtraState, Inner):
     """A block with extra state, which torch's get_state_dict does not find inside a unit."""
-
-    def get_extra_state(self) -> Any:
-        return {"own": self.own}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.own = state["own"]
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -58,7 +53,7 @@ def compiled(module: nn.Module) -> nn.Module:
 def plain(seed: int, kind: type[Inner] = Own) -> nn.Module:
     torch.manual_seed(seed)
     block = kind()
-    block.own = seed
+    block.own = {"own": seed}
     return nn.Sequential(block, nn.Linear(4, 2))
 
 
@@ -132,7 +127,7 @@ def test_a_compiled_model_is_saved_by_the_names_of_the_uncompiled_and_both_load(
             extra = checkpoint.load(again, own, path)
             assert list(extra["ema"]) == ["_orig_mod.weight"]
             assert_same_tensors(values(model, optimizer), values(again, own))
-            assert [m.own for m in again.modules() if isinstance(m, Inner)] == [1]
+            assert [m.own for m in again.modules() if isinstance(m, Inner)] == [{"own": 1}]
 
 
 @pytest.mark.parametrize("how", ["whole", "block around its unit", "block inside its unit", "not"])

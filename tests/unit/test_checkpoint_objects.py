@@ -28,6 +28,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, objects
+from tests.checkpoints import ExtraState
 
 
 class Point(NamedTuple):
@@ -41,18 +42,6 @@ class Color(enum.Enum):
 
 class Plain:
     pass
-
-
-class Own(nn.Linear):
-    """A module with extra state."""
-
-    own: Any = None
-
-    def get_extra_state(self) -> Any:
-        return self.own
-
-    def set_extra_state(self, state: Any) -> None:
-        self.own = state
 
 
 UTC = datetime.timezone.utc
@@ -134,9 +123,8 @@ REFUSED = {
 
 
 def model(own: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    layer = Own(2, 2)
-    layer.own = own
-    made = nn.Sequential(layer)
+    made = nn.Sequential(nn.Linear(2, 2), ExtraState())
+    made[1].own = own
     return made, torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -165,7 +153,7 @@ def through(value: Any, path: Path) -> list[Any]:
     again, optimizer = model()
     extra = checkpoint.load(again, optimizer, path)
     group = optimizer.param_groups[0].get("note")
-    return [again[0].own, group, extra["value"], extra["list"][0], extra["dict"]["a"]]
+    return [again[1].own, group, extra["value"], extra["list"][0], extra["dict"]["a"]]
 
 
 @pytest.mark.parametrize("kind", KEPT)
@@ -188,7 +176,7 @@ def test_what_could_not_be_read_is_refused_by_name_and_the_old_checkpoint_stays(
 
     checkpoint.save(*model("old"), tmp_path / "a", extra={"old": 1})
     before, value = files(), REFUSED[named]
-    for where, key in (("extra", "extra"), ("own", "0._extra_state"), ("group", "key")):
+    for where, key in (("extra", "extra"), ("own", "1._extra_state"), ("group", "key")):
         own, optimizer = model(value if where == "own" else None)
         if where == "group":
             optimizer.param_groups[0]["key"] = value
@@ -229,7 +217,7 @@ def test_a_tensor_that_is_no_array_of_numbers_is_refused_by_name(kind, tmp_path)
     with pytest.raises(NotImplementedError, match=r"extra\.list\.0: a sparse, nested or quantized tensor"):
         checkpoint.save(*model(), tmp_path / "a", extra={"list": [NO_ARRAYS[kind]]})
     with pytest.raises(
-        NotImplementedError, match=r"0\._extra_state\.a: a sparse, nested or quantized tensor"
+        NotImplementedError, match=r"1\._extra_state\.a: a sparse, nested or quantized tensor"
     ):
         checkpoint.save(*model({"a": NO_ARRAYS[kind]}), tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
@@ -252,7 +240,7 @@ def test_what_torch_saved_with_numpy_loads(value, tmp_path):
     again, optimizer = model()
     checkpoint.load(again, optimizer, tmp_path / "a")
     assert optimizer.param_groups[0]["lr"] == value
-    assert same(again[0].own, {"amax": np.float32(3), "when": datetime.date(2026, 1, 1)})
+    assert same(again[1].own, {"amax": np.float32(3), "when": datetime.date(2026, 1, 1)})
 
 
 # ----------------------------------------------------------------- reading, without trust

@@ -25,7 +25,7 @@ from fsdp_c.checkpoint import cli
 from fsdp_c.checkpoint.contents import BytesEntry, TensorEntry
 from fsdp_c.checkpoint.folder import METADATA
 from fsdp_c.checkpoint.storage import read_checkpoint, read_chunk
-from tests.checkpoints import trained
+from tests.checkpoints import loaded_version, plain, save, torch_save, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 _five_values = TensorProperties.__getstate__
@@ -42,19 +42,14 @@ def as_of_torch_2_15() -> Any:
     return mock.patch.object(TensorProperties, "__getstate__", _six_values)
 
 
-def model_of(value: float) -> nn.Module:
-    module = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    return nn.Module.requires_grad_(module, False).apply(lambda m: [p.fill_(value) for p in m.parameters()])
-
-
 def test_metadata_written_by_torch_2_15_are_read_by_the_installed_torch(tmp_path: Path) -> None:
     with as_of_torch_2_15():
-        checkpoint.save(model_of(1.0), None, tmp_path / "saved")
+        save(tmp_path / "saved", 1)
     states = []
     with mock.patch.object(TensorProperties, "__setstate__", lambda self, state: states.append(len(state))):
         pickle.loads((tmp_path / "saved" / METADATA).read_bytes())
     assert set(states) == {5}
-    found = {"model": model_of(2.0).state_dict()}
+    found = {"model": plain().state_dict()}
     dcp.load(found, checkpoint_id=tmp_path / "saved", no_dist=True)
     assert all(torch.equal(value, torch.ones_like(value)) for value in found["model"].values())
 
@@ -110,10 +105,8 @@ def test_metadata_hold_what_torch_looks_for_and_what_pickle_would_write_on_older
 
 def test_checkpoint_of_torch_2_15_is_loaded(tmp_path: Path) -> None:
     with as_of_torch_2_15():
-        dcp.save({"model": model_of(3.0).state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    model = model_of(0.0)
-    checkpoint.load(model, None, tmp_path / "saved")
-    assert all(bool((param == 3).all()) for param in model.parameters())
+        torch_save(tmp_path, 3)
+    assert loaded_version(tmp_path) == 3
 
 
 # ----------------------------------------------------------------- versions of Python
@@ -122,16 +115,11 @@ def test_checkpoint_of_torch_2_15_is_loaded(tmp_path: Path) -> None:
 RECORDED = json.loads(Path(__file__).with_name("recorded_metadata.json").read_text())
 
 
-def written(path: Path, content: bytes) -> Path:
-    path.mkdir()
-    (path / METADATA).write_bytes(content)
-    (path / "__0_0.distcp").write_bytes(bytes(2000))
-    return path
-
-
 @pytest.mark.parametrize("by", RECORDED)
 def test_metadata_of_every_python_and_torch_are_read(by: str, tmp_path: Path) -> None:
-    found = read_checkpoint(written(tmp_path / "ckpt", base64.b64decode(RECORDED[by])))
+    (tmp_path / METADATA).write_bytes(base64.b64decode(RECORDED[by]))
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(2000))
+    found = read_checkpoint(tmp_path)
     weight, note = found.entries["model.weight"], found.entries["note"]
     assert isinstance(weight, TensorEntry) and (weight.shape, weight.dtype) == ((2, 3), torch.float32)
     assert weight.chunks == [((0, 0), (2, 3), "__0_0.distcp", 0, 1200, None, None)]
@@ -139,20 +127,15 @@ def test_metadata_of_every_python_and_torch_are_read(by: str, tmp_path: Path) ->
     assert found.paths == {"model.weight": ("model", "weight"), "note": ("note",)}
 
 
-def as_of_python_3_11_2(member: enum.Enum) -> tuple[Any, ...]:
-    return getattr, (type(member), member.name)
-
-
-def as_python_3_11_2_pickles() -> Any:
-    return mock.patch.multiple(enum.Enum, __reduce_ex__=lambda self, protocol: as_of_python_3_11_2(self))
-
-
 def names(content: bytes) -> set[str]:
     return {str(argument) for _, argument, _ in pickletools.genops(content)}
 
 
 def test_members_of_enums_are_written_by_value_on_every_python(tmp_path: Path) -> None:
-    with as_python_3_11_2_pickles():
+    def of_python_3_11_2(member: enum.Enum, protocol: int) -> tuple[Any, ...]:
+        return getattr, (type(member), member.name)
+
+    with mock.patch.object(enum.Enum, "__reduce_ex__", of_python_3_11_2):
         assert "getattr" in names(pickle.dumps(_MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT, 4))
         checkpoint.save(nn.Linear(3, 2), None, tmp_path / "ours")
         dcp.save({"model": nn.Linear(3, 2).state_dict()}, checkpoint_id=tmp_path / "torchs", no_dist=True)
