@@ -49,15 +49,16 @@ class _Write(NamedTuple):
 
     key: str
     held: Held | None  # None for an object
-    fetch: Callable[[], Any]  # returns its boxes, or its pickled content
+    fetch: Callable[[], Any]  # returns its boxes, perhaps of a copy, or its pickled content
+    memory: Tensor | None  # its own memory; None for an object
 
 
 def _write_of(key: str, value: Any) -> _Write:
     """Return a value's write. A plain tensor gets no RangeTensor: there may be thousands."""
     if not isinstance(value, Tensor):
-        return _Write(key, None, lambda: pickle_object(value))
+        return _Write(key, None, lambda: pickle_object(value), None)
     if isinstance(value, RangeTensor):
-        return _Write(key, value.held, value.boxes.values)
+        return _Write(key, value.held, value.boxes.values, value.local)
     shape = tuple(value.shape)
     order = None if value.is_contiguous() or not is_dense(value) else memory_order(value.stride())
     whole = Held(value.dtype, shape, order, (0,) * len(shape), shape, 0, value.numel())
@@ -66,7 +67,7 @@ def _write_of(key: str, value: Any) -> _Write:
         flat = (value if order is None else value.permute(order)).reshape(-1)
         return boxes_of(flat, whole).values()
 
-    return _Write(key, whole, boxes)
+    return _Write(key, whole, boxes, value)
 
 
 class Writer:
@@ -129,11 +130,14 @@ class Writer:
         known: dict[object, bytes] = {}
         for share, nth, one in writes:
             try:
-                if one.held is None:
+                if one.memory is None:
                     records[share][nth] = RECORD.pack(*writer.write_bytes(one.fetch().getbuffer()), rank)
                 else:
-                    written = [_write_box(box, rank, writer, known) for box in one.fetch()]
-                    records[share][nth] = b"".join(written)
+                    place = _place(one.memory), one.held
+                    if place not in known:
+                        boxes = (dense_on_cpu(box) for box in one.fetch())
+                        known[place] = b"".join(RECORD.pack(*writer.write_tensor(box), rank) for box in boxes)
+                    records[share][nth] = known[place]
             except OSError:
                 raise
             except Exception as error:
@@ -164,16 +168,9 @@ class Writer:
         publish(self.data, content, files)
 
 
-def _write_box(data: Tensor, rank: int, writer: FileWriter, known: dict[object, bytes]) -> bytes:
-    key = None
-    if data.nbytes and data.device.type != "meta":
-        key = data.data_ptr(), data.device, data.dtype, data.shape, data.stride()
-    record = known.get(key)
-    if record is None:
-        record = RECORD.pack(*writer.write_tensor(dense_on_cpu(data)), rank)
-        if key is not None:
-            known[key] = record
-    return record
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Return what two tensors with the same elements in the same memory have in common."""
+    return tensor.data_ptr(), tensor.device, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 # ----------------------------------------------------------------- replicas or experts

@@ -50,6 +50,7 @@ TO_NUMBERS = [
     *(np.float64(0.1), np.float16(0.1), np.float64("nan"), np.uint64(2**64 - 1), np.int8(-3), np.bool_(True)),
     *(np.complex128(1 + 2j), np.str_("text"), np.bytes_(b"bytes"), np.linspace(0, 1, 5, dtype=np.float32)[1]),
 ]
+COMPLEX = torch.tensor([1 + 2j, 3 + 4j])
 KEPT = {
     "plain": [None, True, 3, -(2**200), 0.1, math.inf, 1 + 2j, "text", "\ud800", "", b"\0\xff", b""],
     "None": None,
@@ -90,6 +91,8 @@ KEPT = {
     "tensor with gaps": torch.arange(6.0)[::2],
     "expanded tensor": torch.ones(1, 3).expand(2, 3),
     "conjugate tensor": torch.tensor([1 + 2j]).conj(),
+    "tensors of one shape with gaps": [*torch.arange(120.0).view(6, 4, 5)[:, :, 1:4]],
+    "views of one memory": [COMPLEX, COMPLEX.conj(), COMPLEX.imag, COMPLEX.conj().imag],
     "tensors in a list": [torch.ones(2), None, {"a": torch.zeros(0, 3)}],
     "the scheduler": torch.optim.lr_scheduler.StepLR(
         torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1), 3
