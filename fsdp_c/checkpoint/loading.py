@@ -12,9 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from fsdp_c import _C
 from fsdp_c.checkpoint import background
@@ -24,17 +21,16 @@ from fsdp_c.checkpoint.model_state import (
     EXTRA,
     EXTRA_STATE,
     extra_state_setters,
-    is_extra_state,
     model_state,
-    reshard_units,
-    set_extra_state,
     uncompiled,
 )
 from fsdp_c.checkpoint.optim_state import Optimizers, OptimTarget, as_list
 from fsdp_c.checkpoint.rank_group import RankGroup
 from fsdp_c.checkpoint.storage import Item, items_of, read_checkpoint, read_entries, read_items, read_nested
+from fsdp_c.checkpoint.values import RangeTensor
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding.holders import group_of_model
+from fsdp_c.sharding.sharded_module import units_of
 from fsdp_c.tools import phases
 
 _TRIES = 100  # attempts to agree on one checkpoint on all ranks, during other saves
@@ -103,6 +99,7 @@ class _Loading:
         self.own = model_state(model)
         self.checkpoint = read()
         _rename_uncompiled(self.checkpoint)
+        self.setters = extra_state_setters(model)
         self.targets: dict[str, Tensor] = {}  # memory to read into, by key
         self.nested: dict[str, str] = {}  # keys of modules' extra state, by its name
         prefix = f"{model_key}." if model_key else ""
@@ -125,8 +122,8 @@ class _Loading:
     def _add_model(self, model: nn.Module, prefix: str, others: set[str], strict: bool) -> None:
         expected = {prefix + name: value for name, value in self.own.items()}
         entries = self.checkpoint.entries
-        own = {key: expected.pop(key) for key in [*expected] if is_extra_state(key)}
-        setters = {prefix + name for name in extra_state_setters(model)}
+        own = {key: expected.pop(key) for key in [*expected] if key.rpartition(".")[2] == EXTRA_STATE}
+        setters = {prefix + name for name in self.setters}
         missing, errors = [], []
         for key, value in expected.items():
             entry, shape = entries.get(key), tuple(value.shape)
@@ -168,14 +165,11 @@ class _Loading:
             )
 
     def _read_items(self, key: str, target: Tensor) -> list[Item]:
-        items: list[Item] = []
-        numel = 0
-        for box in _create_chunk_list(target):
-            if box.sizes.numel():
-                numel += box.sizes.numel()
-                memory = find_tensor_shard(target, MetadataIndex(key, box.offsets)).detach()
-                items += items_of(key, self.checkpoint.tensor(key), box.offsets, memory)
-        found = sum(item.target.numel() for item in items)
+        entry = self.checkpoint.tensor(key)
+        boxes = target.boxes if isinstance(target, RangeTensor) else {(0,) * target.dim(): target.detach()}
+        boxes = {offsets: box for offsets, box in boxes.items() if box.numel()}
+        items = [item for offsets, box in boxes.items() for item in items_of(key, entry, offsets, box)]
+        found, numel = sum(item.target.numel() for item in items), sum(map(Tensor.numel, boxes.values()))
         if found != numel:
             raise CheckpointError(
                 f"{self.checkpoint.folder}: has only {found} of the {numel} elements of {key} to load"
@@ -189,9 +183,13 @@ class _Loading:
 
     @torch.no_grad()
     def apply_to_modules(self) -> None:
-        """Make the modules use the loaded values, also by their set_extra_state()."""
-        reshard_units(self.model)
-        set_extra_state(self.model, self.own_state)
+        """Free unsharded parameters, which have earlier values, and pass extra state to its modules."""
+        for unit in units_of(self.model):
+            if unit._handle is not None:
+                unit._handle.reshard(True)
+        for name, module in self.setters.items():
+            if name in self.own_state:
+                module.set_extra_state(self.own_state[name])
 
     @torch.no_grad()
     def apply_to_optimizers(self) -> StateDict:

@@ -187,17 +187,6 @@ def _in_order(
             yield key, map_tensors(key, module.get_extra_state(), unless_part)
 
 
-def reshard_units(model: nn.Module) -> None:
-    """Free unsharded parameters after a write to the shards."""
-    for _, module in units_with_paths(model):
-        if module._handle is not None:
-            module._handle.reshard(True)
-
-
-def is_extra_state(key: str) -> bool:
-    return key.rpartition(".")[2] == EXTRA_STATE
-
-
 def extra_state_setters(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules with set_extra_state(), by the name of the state."""
     return {
@@ -205,10 +194,3 @@ def extra_state_setters(model: nn.Module) -> dict[str, nn.Module]:
         for prefix, module in named_modules(model)
         if type(module).set_extra_state is not nn.Module.set_extra_state
     }
-
-
-def set_extra_state(model: nn.Module, values: StateDict) -> None:
-    """Pass extra state to its modules, by name."""
-    for name, module in extra_state_setters(model).items():
-        if name in values:
-            module.set_extra_state(values[name])
