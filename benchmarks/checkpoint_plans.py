@@ -34,7 +34,7 @@ from fsdp_c.checkpoint.folder import (
     with_footer,
 )
 from fsdp_c.checkpoint.metadata import metadata_content
-from fsdp_c.checkpoint.planning import RECORD, RankResult, merge_plans, put_records
+from fsdp_c.checkpoint.planning import RECORD, RankResult, merge_plans, places_of, put_records
 from fsdp_c.checkpoint.storage import Item, items_of, read_checkpoint
 from fsdp_c.checkpoint.values import RangeTensor
 from fsdp_c.checkpoint.writing import Writer
@@ -127,7 +127,7 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
         state, paths = flatten_state_dict(state_of(model, ranks, rank))
         writer = Writer(state, paths, folder, {})
         start = time.process_time()
-        sent.append(pickle.dumps(writer.plan()))
+        sent.append(pickle.dumps(writer.plan()[0]))
         longest = max(longest, time.process_time() - start)
         first = first or writer
     assert first is not None
@@ -139,17 +139,17 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
     grown = resident_mb() - before
     results = {rank: made_up(first, plan, rank) for rank, plan in enumerate(plans)}
     pieces = sum(len(one) for each in results.values() for one in each.records) // RECORD.size
-    before, start, order = resident_mb(), time.process_time(), [*first.state]
+    before, start, groups = resident_mb(), time.process_time(), first.planned.groups
     put_records(first.planned, results)
-    groups = first.planned.groups
+    places = places_of(groups, first.state)
     times.append(time.process_time() - start)
     files = {rank: f"{DATA}/{file_of(rank)}" for rank in results}
     listed = {file_of(rank): (2**40, 0) for rank in results}
     top = 0.0
     (folder / DATA).mkdir()
     contents = {
-        "pickled": metadata_content(groups, order, folder, files),
-        f"{DATA}/{LAYOUT}": layout_file.layout_content(groups, order),
+        "pickled": metadata_content(groups, places, folder, files),
+        f"{DATA}/{LAYOUT}": layout_file.layout_content(groups, places),
     }
     for name, content in contents.items():
         start = time.process_time()
@@ -164,7 +164,7 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
     (folder / METADATA).write_bytes(b"".join(whole))
     grown += top - before
     plan_nbytes = sum(map(len, sent)) // ranks
-    del groups, results, plans, sent, first
+    del groups, places, results, plans, sent, first
     gc.collect()
     start = time.process_time()
     footer = read_footer(folder, compare=True)

@@ -36,7 +36,6 @@ from fsdp_c.checkpoint.contents import (
     Checkpoint,
     Chunk,
     Entry,
-    PathInDict,
     TensorEntry,
     check_boxes,
     check_shape,
@@ -63,10 +62,9 @@ _HEAD = struct.Struct("<16sQI4x")  # length and checksum of the header, followed
 _BLOCK = 1024  # number of records read at once
 
 
-def layout_content(groups: list[Group], order: list[str]) -> Iterator[bytes]:
-    """Yield the parts of the file. ``order``: of keys."""
-    found = {key_of(path): path for group in groups for path in group.paths}
-    paths: list[PathInDict] = [found[key] for key in dict.fromkeys([*order, *found]) if key in found]
+def layout_content(groups: list[Group], places: dict[str, tuple[Group, int]]) -> Iterator[bytes]:
+    """Yield the parts of the file. ``places``: see ``places_of``."""
+    paths = [group.paths[slot] for group, slot in places.values()]
     numbers = {path: number for number, path in enumerate(paths)}
     described = []
     for group in groups:

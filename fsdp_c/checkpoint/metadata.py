@@ -45,7 +45,7 @@ from fsdp_c.checkpoint.contents import (
 )
 from fsdp_c.checkpoint.folder import DATA, METADATA, CheckpointError, convert_errors, require
 from fsdp_c.checkpoint.pieces import TAIL_NBYTES
-from fsdp_c.checkpoint.planning import RECORD, Group, key_of
+from fsdp_c.checkpoint.planning import RECORD, Group
 from fsdp_c.sharding.common import collector_paused
 
 _MAX_METADATA_NBYTES = 8 * 2**30
@@ -55,29 +55,24 @@ _MAX_METADATA_NBYTES = 8 * 2**30
 
 
 def metadata_content(
-    groups: list[Group], order: list[str], path: Path, files: dict[int, str]
+    groups: list[Group], places: dict[str, tuple[Group, int]], path: Path, files: dict[int, str]
 ) -> Iterator[bytes]:
-    """Yield the parts of the pickle of DCP's ``Metadata``. ``order``: of keys. ``files``: names by rank.
+    """Yield the parts of the pickle of DCP's ``Metadata``. ``places``: see ``places_of``. ``files``: names by rank.
 
     ``Metadata`` has an object per box and per place. Boxes are objects shared by all tensors of a group;
     places are written directly as pickle opcodes, without creating objects.
     """
-    where = {key_of(path): (group, slot) for group in groups for slot, path in enumerate(group.paths)}
-    keys = [key for key in dict.fromkeys([*order, *where]) if key in where]
     pickled = _OpcodeWriter()
     yield b"\x80\x03" + pickled(dcp.Metadata) + b")\x81}(" + pickled("state_dict_metadata") + b"}("
     chunks = {id(group): _chunks(group) for group in groups}
-    for key in keys:
-        group, _ = where[key]
+    for key, (group, _) in places.items():
         yield pickled(key) + pickled(_entry(group, chunks[id(group)]))
-    yield (
-        b"u" + pickled("planner_data") + pickled({key: where[key][0].paths[where[key][1]] for key in keys})
-    )
+    paths = {key: group.paths[slot] for key, (group, slot) in places.items()}
+    yield b"u" + pickled("planner_data") + pickled(paths)
     yield pickled("storage_data") + b"}("
-    places = {id(group): _Places(group, chunks[id(group)], files, pickled) for group in groups}
-    for key in keys:
-        group, slot = where[key]
-        yield places[id(group)].of(key, slot)
+    written = {id(group): _Places(group, chunks[id(group)], files, pickled) for group in groups}
+    for key, (group, slot) in places.items():
+        yield written[id(group)].of(key, slot)
     yield b"u" + pickled("storage_meta") + pickled(dcp.StorageMeta(checkpoint_id=str(path)))
     yield pickled("version") + pickled(CURRENT_DCP_VERSION) + b"ub."
 
@@ -298,14 +293,14 @@ class _MetadataReader:
         require(len(kinds) == 1, f"{key} has chunks of other kinds: {kinds}")
         boxes = [(ints(each.offsets, key), check_shape(each.sizes, key)) for each in raw]
         check_boxes(key, shape, dtype, boxes, self.checkpoint)
-        return [self._chunk(key, dtype, box, places.get(box[0]) or places.get(None)) for box in boxes]
-
-    def _chunk(self, key: str, dtype: torch.dtype, box: Box, place: tuple[str, int, int] | None) -> Chunk:
-        if place is None:
-            raise ValueError(f"the chunk {box[0]} of {key} has no place in a file")
-        (file, start, length), nbytes = place, math.prod(box[1]) * dtype.itemsize
-        require(nbytes <= length, f"{key} has {nbytes} bytes in {length} bytes of a file")
-        return Chunk(*box, file, start, length)
+        found = []
+        for offsets, sizes in boxes:
+            place, nbytes = places.get(offsets) or places.get(None), math.prod(sizes) * dtype.itemsize
+            require(place, f"the chunk {offsets} of {key} has no place in a file")
+            file, start, length = place
+            require(nbytes <= length, f"{key} has {nbytes} bytes in {length} bytes of a file")
+            found.append(Chunk(offsets, sizes, file, start, length))
+        return found
 
 
 # ----------------------------------------------------------------- the pickle

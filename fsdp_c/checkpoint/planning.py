@@ -15,7 +15,7 @@ import math
 import pickle
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -64,33 +64,25 @@ class Held(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def boxes_of_pieces(held: Held, max_nbytes: int) -> Sequence[HeldBox]:
-    """Return the boxes for pieces of at most ``max_nbytes``."""
-    found = []
-    if not math.prod(held.sizes):
-        parts: Iterator[tuple[Offsets, tuple[int, ...]]] = iter([((0,) * len(held.sizes), held.sizes)])
-    else:
-        parts = range_boxes(
-            held.sizes, held.start, held.start + held.numel, held.order, max_nbytes // held.dtype.itemsize
-        )
-    for offsets, sizes in parts:
-        at = tuple(map(int.__add__, offsets, held.offsets))
-        found.append(HeldBox(at, sizes, _strides(sizes, held.order)))
-    return found
+    """Return the boxes for pieces of at most ``max_nbytes``.
 
-
-def range_boxes(
-    shape: Sequence[int], start: int, end: int, order: Order, step: int
-) -> Iterator[tuple[Offsets, tuple[int, ...]]]:
-    """Yield (offsets, sizes) of the boxes of a range, in memory order, cut at multiples of ``step`` elements.
-
-    All ranks thereby cut the tensor at the same places.
+    They are cut at multiples of a number of elements, so that all ranks cut the tensor at the same places.
     """
-    outer = list(shape) if order is None else [shape[dim] for dim in order]
+    sizes, order = held.sizes, held.order
+    outer = sizes if order is None else tuple(sizes[dim] for dim in order)
+    step = max_nbytes // held.dtype.itemsize
+    start, end = held.start, held.start + held.numel
+    parts = [] if math.prod(sizes) else [((0,) * len(sizes), outer)]
     while start < end:
         following = min(end, (start // step + 1) * step)
-        for offsets, sizes in _C.flat_range_boxes(outer, start, following):
-            yield (offsets, sizes) if order is None else (_natural(offsets, order), _natural(sizes, order))
+        parts += _C.flat_range_boxes(outer, start, following)
         start = following
+    if order is not None:
+        parts = [(_natural(offsets, order), _natural(sizes, order)) for offsets, sizes in parts]
+    return [
+        HeldBox(tuple(map(int.__add__, offsets, held.offsets)), sizes, _strides(sizes, order))
+        for offsets, sizes in parts
+    ]
 
 
 def _natural(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
@@ -176,6 +168,12 @@ class Planned(NamedTuple):
 def key_of(path: PathInDict) -> str:
     """Return DCP's key for a path in a nested dict."""
     return ".".join(map(str, path))
+
+
+def places_of(groups: list[Group], order: Iterable[str]) -> dict[str, tuple[Group, int]]:
+    """Return the group of each key, and the position in it. Keys in ``order`` are first."""
+    found = {key_of(path): (group, slot) for group in groups for slot, path in enumerate(group.paths)}
+    return {key: found[key] for key in dict.fromkeys([*order, *found]) if key in found}
 
 
 def path_below(path: PathInDict, root: str) -> PathInDict:

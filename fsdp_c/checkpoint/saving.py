@@ -120,7 +120,7 @@ def _write(
         (state, _), prepared = ranks.agree(what, prepare, lambda own: (own[1], own[0].units))
         contested = contested_params(state.units, (units for _, units in prepared))
         writer = Writer(state.values, state.paths, prepared[0][0], contested)
-        _, plans = ranks.agree(what, writer.plan, lambda plan: (plan, writer.contents), is_callers=False)
+        _, plans = ranks.agree(what, writer.plan, lambda plan: plan, is_callers=False)
         own, _ = ranks.agree(what, lambda: writer.write(ranks.rank, plans), is_callers=False)
         results = ranks.gather(what, own)
 

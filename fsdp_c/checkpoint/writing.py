@@ -33,6 +33,7 @@ from fsdp_c.checkpoint.planning import (
     RankResult,
     Share,
     merge_plans,
+    places_of,
     put_records,
 )
 from fsdp_c.checkpoint.values import RangeTensor, boxes_of
@@ -87,28 +88,26 @@ class Writer:
         self.data = data
         self.planned = Planned([], [])  # plan of all ranks
         self.writes: list[list[_Write]] = []  # writes by part of this rank's plan
-        self.contents: Contents = {}  # contents of contested names
 
-    def plan(self) -> RankPlan:
-        """Return this rank's plan."""
+    def plan(self) -> tuple[RankPlan, Contents]:
+        """Return this rank's plan, and the contents of its contested names."""
         parts: dict[Held | None, list[_Write]] = {}
+        contents: Contents = {}
         for key, value in self.state.items():
             if isinstance(value, RangeTensor) and not value.is_saved:
                 continue
             write = _write_of(key, value)
-            names = self.contested.keys() & {*self._path(key)}
+            names = self.contested.keys() & {*self.paths[key]}
             if names and write.held is not None:
                 content = _content(write.held, write.fetch(), self.contested[min(names)])
-                self.contents[key, write.held.offsets, write.held.start] = content
+                contents[key, write.held.offsets, write.held.start] = content
             parts.setdefault(write.held, []).append(write)
         self.writes = [*parts.values()]
-        return [RankPart.of(held, [self._path(one.key) for one in writes]) for held, writes in parts.items()]
-
-    def _path(self, key: str) -> PathInDict:
-        return self.paths.get(key, (key,))
+        plan = [RankPart.of(held, [self.paths[one.key] for one in own]) for held, own in parts.items()]
+        return plan, contents
 
     def write(self, rank: int, by_rank: list[tuple[RankPlan, Contents]]) -> RankResult | None:
-        """Write this rank's file, if it has a share. ``by_rank``: ``plan()`` and ``contents`` of all ranks."""
+        """Write this rank's file, if it has a share. ``by_rank``: ``plan()`` of all ranks."""
         _refuse_different(contents for _, contents in by_rank)
         self.planned = merge_plans([plan for plan, _ in by_rank])
         shares = self.planned.shares[rank]
@@ -152,7 +151,9 @@ class Writer:
         """
         by_rank = {rank: each for rank, each in enumerate(results) if each is not None}
         put_records(self.planned, by_rank)
-        files = {LAYOUT: write_file(self.data / LAYOUT, layout_content(self.planned.groups, [*self.state]))}
+        groups = self.planned.groups
+        places = places_of(groups, self.state)
+        files = {LAYOUT: write_file(self.data / LAYOUT, layout_content(groups, places))}
         for rank, each in by_rank.items():
             written = self.data / file_of(rank)
             found = written.stat().st_size if written.exists() else None
@@ -164,8 +165,7 @@ class Writer:
                 )
             files[file_of(rank)] = each.size, each.framing_crc32
         names = {rank: f"{self.data.name}/{file_of(rank)}" for rank in by_rank}
-        content = metadata_content(self.planned.groups, [*self.state], self.data.parent, names)
-        publish(self.data, content, files)
+        publish(self.data, metadata_content(groups, places, self.data.parent, names), files)
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:

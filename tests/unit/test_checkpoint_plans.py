@@ -24,6 +24,7 @@ from fsdp_c.checkpoint.planning import (
     RankPlan,
     RankResult,
     merge_plans,
+    places_of,
     put_records,
 )
 
@@ -79,7 +80,8 @@ def written(plans: list[RankPlan]) -> Planned:
 
 def content_of(planned: Planned, ranks: int) -> bytes:
     files = {rank: f"__{rank}_0.distcp" for rank in range(ranks)}
-    return b"".join(metadata_content(planned.groups, ["optim.param_groups.0.lr"], Path("x"), files))
+    places = places_of(planned.groups, ["optim.param_groups.0.lr"])
+    return b"".join(metadata_content(planned.groups, places, Path("x"), files))
 
 
 def nbytes_by_rank(plans: list[RankPlan], planned: Planned) -> list[int]:
