@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_c.checkpoint.contents import PathInDict
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.model_state import EXTRA
-from fsdp_c.checkpoint.objects import PickledObject
+from fsdp_c.checkpoint.objects import pickle_object
 from fsdp_c.checkpoint.values import RangeTensor
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names
@@ -79,7 +79,7 @@ class HostCopies:
                 )
             else:
                 try:
-                    copies[key] = PickledObject(value)
+                    copies[key] = pickle_object(value)
                 except TypeError as error:
                     raise CheckpointError(f"{key}: {error}") from error
         storages = _storages(sources)

@@ -51,11 +51,15 @@ def to_plain(value: object) -> Any:
     return value
 
 
-def pickle_object(value: object) -> io.BytesIO:
-    """Return ``value`` as written by ``torch.save``. Raise TypeError for a value that ``load`` could not read."""
+class PickledObject(io.BytesIO):
+    """An object as written by ``torch.save``, ahead of a save's write if the script may modify it meanwhile."""
+
+
+def pickle_object(value: object) -> PickledObject:
+    """Return ``value`` pickled, itself if it is. Raise TypeError for a value that ``load`` could not read."""
     if isinstance(value, PickledObject):
-        return value.content
-    content = io.BytesIO()
+        return value
+    content = PickledObject()
     try:
         torch.save(value, content)
         load(content.getvalue())
@@ -63,13 +67,6 @@ def pickle_object(value: object) -> io.BytesIO:
         kind = _name(type(value)).removeprefix("builtins.")
         raise TypeError(f"{kind} cannot be saved so that it can be read: {reason(error)}") from error
     return content
-
-
-class PickledObject:
-    """An object pickled ahead of the write, so that the script may modify the original meanwhile."""
-
-    def __init__(self, value: object) -> None:
-        self.content = pickle_object(value)
 
 
 def reason(error: Exception) -> str:

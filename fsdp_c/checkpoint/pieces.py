@@ -151,17 +151,13 @@ class _Tensor:
         named = _storage_types().get(dtype)
         # dtypes newer than torch.save's storage classes are pickled by dtype
         kind, count = (named, numel) if named else (torch.storage.UntypedStorage, numel * dtype.itemsize)
-        storage = _Storage(("storage", kind, "0", "cpu", count))
+        storage = ("storage", kind, "0", "cpu", count)
         rebuild = torch._utils._rebuild_tensor_v2 if named else torch._utils._rebuild_tensor_v3
         rest = () if named else (dtype,)
         self.reduced = rebuild, (storage, 0, shape, strides, False, OrderedDict(), *rest)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.reduced
-
-
-class _Storage(NamedTuple):
-    persistent_id: tuple[object, ...]
 
 
 @functools.cache
@@ -171,7 +167,7 @@ def _storage_types() -> dict[torch.dtype, type]:
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: object) -> object:
-        return obj.persistent_id if isinstance(obj, _Storage) else None
+        return obj if isinstance(obj, tuple) and obj[:1] == ("storage",) else None
 
 
 @functools.lru_cache(maxsize=4096)
