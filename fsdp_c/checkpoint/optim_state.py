@@ -247,18 +247,23 @@ class OptimTarget:
         for param, known in (each for group in self.groups for each in group):
             if state := self._state_of(param, known):
                 self._state[param] = state
-        self._group_keys = self._keys_of_groups()
+        self._group_keys = self._paths_below("param_groups")
+        self.early_keys += self._group_keys
 
     def _states(self) -> dict[str, dict[str, Parts]]:
         """Return the keys of the saved states, by FQN and state name."""
-        prefix = f"{self.prefix}state."
         found: dict[str, dict[str, Parts]] = {}
+        for key, (fqn, name, *below) in self._paths_below("state").items():
+            found.setdefault(str(fqn), {}).setdefault(str(name), {})[tuple(below)] = key
+        return found
+
+    def _paths_below(self, name: str) -> dict[str, PathInDict]:
+        """Return the paths below "state" or "param_groups" of their keys, also in flattened dicts."""
+        root, found = f"{self.prefix}{name}", {}
         for key, path in self.checkpoint.paths.items():
-            if key.startswith(prefix):
-                fqn, name, *below = (
-                    path_below(path, prefix[:-1]) or key.removeprefix(prefix).rpartition(".")[::2]
-                )
-                found.setdefault(str(fqn), {}).setdefault(str(name), {})[tuple(below)] = key
+            if key.startswith(f"{root}."):
+                flat = tuple(key.removeprefix(f"{root}.").rpartition(".")[::2])
+                found[key] = path_below(path, root) or flat
         return found
 
     def _saved_shapes(self, fqn: str) -> dict[str, tuple[int, ...]]:
@@ -402,16 +407,6 @@ class OptimTarget:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     # ------------------------------------------------------------- groups
-
-    def _keys_of_groups(self) -> dict[str, tuple[str | int, ...]]:
-        """Return the path below "param_groups" of each key."""
-        prefix, found = f"{self.prefix}param_groups.", {}
-        for key, path in self.checkpoint.paths.items():
-            if key.startswith(prefix):
-                after = path[path.index("param_groups") + 1 :] if "param_groups" in path else ()
-                found[key] = after or tuple(key.removeprefix(prefix).rpartition(".")[::2])
-        self.early_keys += found
-        return found
 
     def _groups(self) -> Iterator[tuple[ParamGroup, ParamGroup]]:
         """Yield (optimizer's group, saved group). Raise ValueError if groups differ."""
