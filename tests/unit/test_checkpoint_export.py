@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -183,11 +184,11 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(saved: Path, tmp_pa
 
 
 def test_a_full_disk_leaves_nothing_and_what_a_killed_export_left_is_named(
-    saved: Path, tmp_path: Path, monkeypatch, capsys
+    saved: Path, tmp_path: Path, capsys
 ) -> None:
     out = tmp_path / "runs" / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr("fsdp_c.checkpoint.export.sync_folder", full_disk)
+    full_disk = OSError(28, "No space left on device")
+    with mock.patch("fsdp_c.checkpoint.export.sync_folder", side_effect=full_disk):
         run(saved, out, status=2)
     assert list(out.parent.iterdir()) == []
     left = out.with_name(".out.exporting")
@@ -196,10 +197,6 @@ def test_a_full_disk_leaves_nothing_and_what_a_killed_export_left_is_named(
     run(saved, out, status=2)
     assert f"error: {left}: exists already: another export" in capsys.readouterr().err
     assert [path.name for path in out.parent.iterdir()] == [left.name] and [*left.iterdir()]
-
-
-def full_disk(*args: Any) -> None:
-    raise OSError(28, "No space left on device")
 
 
 def test_what_exists_stays(saved: Path, tmp_path: Path, capsys) -> None:
