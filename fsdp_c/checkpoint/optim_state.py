@@ -170,10 +170,7 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
     """Yield (FQN, value) of one state of a parameter, for each original parameter."""
     _check_state(known, name, value)
     if isinstance(value, WholeState):
-        yield (
-            known.fqns[0],
-            value.mapped(lambda one: _nothing_of(one) if one.is_meta else whole_value(one)).value,
-        )
+        yield known.fqns[0], value.mapped(_whole_or_nothing).value
     elif known.module is None:
         yield known.fqns[0], map_tensors(name, value, whole_value)
     elif not isinstance(value, Tensor) or value.dim() == 0:
@@ -200,8 +197,11 @@ def _sharded(known: OptimParam, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield fqn, part_value(known.owner, layout, part)
 
 
-def _nothing_of(tensor: Tensor) -> RangeTensor:
-    return RangeTensor(torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor.shape, 0)
+def _whole_or_nothing(tensor: Tensor) -> Tensor:
+    """Return the tensor as saved by its owner, or on other ranks, where it is on the meta device, none of it."""
+    if tensor.is_meta:
+        return RangeTensor(torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor.shape, 0)
+    return whole_value(tensor)
 
 
 # ----------------------------------------------------------------- loading
