@@ -173,7 +173,7 @@ def test_a_mistake_of_all_ranks_before_the_copy_is_raised_unchanged():
 
 
 @on_ranks(2)
-def test_a_folder_that_is_taken_away_meanwhile_is_an_error_and_the_next_save_makes_it(rank):
+def test_a_folder_that_is_removed_meanwhile_is_an_error_and_the_next_save_makes_it(rank):
     path = folder_of_ranks() / "run" / "ckpt"
     model, optimizer = made()
     dist.barrier()

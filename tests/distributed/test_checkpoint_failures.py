@@ -97,7 +97,7 @@ def saved(model: Any, optimizer: Any, **options: Any) -> Any:
 
 
 @on_ranks(2)
-def test_extra_state_that_is_missing_or_unexpected_is_an_error_before_anything_is_changed():
+def test_missing_or_unexpected_extra_state_is_an_error_before_any_change():
     without, with_state = saved(*made(1, nn.Linear)[:2]), saved(*made(1, Own)[:2])
     for path, kind, what in (
         (without, Own, "model.1._extra_state is missing"),
@@ -135,7 +135,7 @@ def test_names_that_resemble_extra_state_and_extra_are_the_models(tmp_path):
 
 
 @on_ranks(2)
-def test_steps_that_differ_within_a_flat_parameter_are_found_before_anything_is_changed():
+def test_steps_that_differ_within_a_flat_parameter_are_found_before_any_change():
     model, optimizer, _ = made(1)
     for index, param in enumerate(optimizer.param_groups[0]["params"]):
         if index % 2 and optimizer.state[param]:

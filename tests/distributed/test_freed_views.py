@@ -111,7 +111,7 @@ def assert_raising(tensors: dict[str, Tensor]) -> None:
 
 
 @on_ranks(2)
-def test_attributes_before_a_forward_and_after_one_without_gradients_are_refused_by_name(rank: int) -> None:
+def test_attributes_before_a_forward_or_after_one_without_gradients_are_refused(rank: int) -> None:
     model = build(False)
     assert_refused(attributes(model), rank)
     with torch.no_grad():

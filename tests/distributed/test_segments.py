@@ -189,7 +189,7 @@ def test_frozen_parameters_cost_no_gradient(rank: int, use_orig_params: bool) ->
 @pytest.mark.parametrize("kind", KINDS)
 @both_views
 @on_ranks(2)
-def test_segments_train_as_the_plain_model_and_their_state_loads_with_the_other_use_orig_params(
+def test_segments_train_as_the_plain_model_and_load_with_the_other_use_orig_params(
     rank: int, kind: str, use_orig_params: bool
 ) -> None:
     model, reference = wrapped(kind, use_orig_params), plain(kind)

@@ -86,7 +86,7 @@ def test_one_that_another_job_saves_to_is_left_with_a_warning(tmp_path: Path) ->
     assert names(tmp_path) == ["step-3"]
 
 
-def test_names_without_a_number_and_nothing_kept_are_refused_before_anything_is_written(
+def test_names_without_a_number_and_nothing_kept_are_refused_before_any_write(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ValueError, match="keep=3: .*final has no number in its name"):

@@ -54,7 +54,7 @@ def test_metadata_written_by_torch_2_15_are_read_by_the_installed_torch(tmp_path
     assert all(torch.equal(value, torch.ones_like(value)) for value in found["model"].values())
 
 
-def test_metadata_hold_what_torch_looks_for_and_what_pickle_would_write_on_older_versions(
+def test_metadata_hold_what_torch_looks_for_and_what_pickle_writes_on_older_versions(
     tmp_path: Path,
 ) -> None:
     model, optimizer = trained()

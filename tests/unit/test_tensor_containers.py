@@ -94,7 +94,7 @@ def shared_after(version, dtype, monkeypatch):
     return new is one, new[1].second is one[1].second, other is empty, kwargs["record"] is record
 
 
-def test_module_gets_lists_and_dicts_of_its_own_until_torch_2_13_and_where_inputs_are_cast(monkeypatch):
+def test_module_gets_containers_of_its_own_until_torch_2_13_and_for_casts_of_inputs(monkeypatch):
     assert shared_after("2.13.0+cpu", None, monkeypatch) == (False, False, True, True)
     assert shared_after("2.14.0+cpu", None, monkeypatch) == (True, True, True, True)
     for version in ("2.13.0", "2.15.1"):
