@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import WIDTH
+from tests.parity.engine import Point, Scenario, compare
+from tests.parity.scenarios import plain_step
 from tests.ranks import all_strategies, both_views, on_ranks
-from tests.simulated_gpu import races
 from tests.training import batch, wrap
 
 
@@ -74,39 +75,17 @@ def build(which: str, step: Callable[[Inside, Tensor], Tensor], **arguments: Any
     return unit(Inside(unit, step))
 
 
-def trained(
-    which: str, rank: int, step: Callable[[Inside, Tensor], Tensor], **arguments: Any
-) -> list[Tensor | None]:
-    """Return outputs, gradients and parameters of three steps."""
-    model = build(which, step, **arguments)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found: list[Tensor | None] = []
-    for index in range(3):
-        output = model(batch(rank, index))
-        output.square().mean().backward()
-        found += [output.detach(), *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
-        optimizer.step()
-        optimizer.zero_grad()
-        found += [p.detach().clone() for p in model.parameters()]
-    return found
-
-
 @both_views
 @all_strategies
 @pytest.mark.parametrize("name", STEPS)
 @on_ranks(2)
 def test_training_with_a_backward_inside_the_forward_equals_torchs(
-    rank: int, name: str, strategy: str, use_orig_params: bool
+    rank: int, world_size: int, name: str, strategy: str, use_orig_params: bool
 ) -> None:
     if use_orig_params and strategy == "NO_SHARD" and name == "gradient_of_the_input":
         pytest.skip("torch no longer lists the parameters of such a unit; see the next test")
-    arguments = {"strategy": strategy, "use_orig_params": use_orig_params}
-    expected = trained("torch", rank, STEPS[name], **arguments)
-    races.forget()  # torch adds the second gradient to memory that its reduction still reads
-    found = trained("fsdp_c", rank, STEPS[name], **arguments)
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
+    scenario = Scenario(lambda run: run.wrap(Inside(run.wrap, STEPS[name])), plain_step)
+    compare(Point(name, strategy, use_orig_params, optimizer="sgd"), scenario, rank, world_size)
 
 
 @on_ranks(2)
