@@ -91,29 +91,6 @@ TEST(test_cast_divide_equals_the_cpus) {
     });
 }
 
-/* Check the product with the reciprocal in fp64, rounded to the arithmetic type, as in torch's CUDA
- * kernels. */
-template <typename T> static void check_reciprocal(enum dtype dtype, double divisor) {
-    enum { NUMEL = 3000 };
-    memory input(dtype, NUMEL), actual(dtype, NUMEL);
-    fill_numbers(&input, dtype, NUMEL);
-    const T *values = (const T *)input.data;
-    arithmetic_of<T> reciprocal = (arithmetic_of<T>)(1.0 / divisor);
-    CHECK_EQUAL(table->cast_divide(actual.data, dtype, input.data, dtype, NUMEL, divisor, &on_gpu),
-                STATUS_OK);
-    for (int i = 0; i < NUMEL; i++) {
-        T expected = element<T>::store(element<T>::load(values[i]) * reciprocal);
-        CHECK(memcmp(&expected, (const T *)actual.data + i, sizeof expected) == 0);
-    }
-}
-
-TEST(test_division_is_a_product_with_the_reciprocal) {
-    check_reciprocal<float>(DTYPE_FLOAT32, 2.3); /* a reciprocal in fp32 would differ */
-    check_reciprocal<double>(DTYPE_FLOAT64, 1.5);
-    check_reciprocal<bfloat16>(DTYPE_BFLOAT16, 2.3);
-    check_reciprocal<float16>(DTYPE_FLOAT16, 1.5);
-}
-
 TEST(test_cast_divide_in_place_divides) {
     memory input(DTYPE_BFLOAT16, 777, 3), expected(DTYPE_BFLOAT16, 777);
     expected.set(input);
@@ -294,30 +271,6 @@ TEST(test_pack_of_a_unit_is_one_launch) {
     CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, COUNT * (NUMEL + 4), sources, COUNT, 2.0, &on_gpu),
                 STATUS_OK);
     CHECK_EQUAL(emulated_launches, 1);
-}
-
-TEST(test_pack_refuses_invalid_arguments) {
-    memory input(DTYPE_FLOAT32, 4), output(DTYPE_FLOAT32, 16);
-    const int64_t three = 3, sizes[2] = {2, 2}, holes[2] = {4, 1};
-    struct pack_source two[2] = {}, square = {};
-    for (struct pack_source &one : two) {
-        one.numel = 3;
-        one.view.ndim = 1;
-        one.view.sizes = &three;
-        one.view.data = input.data;
-    }
-    two[1].offset = 2; /* overlaps */
-    CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, 16, two, 2, 1.0, &on_gpu), STATUS_INVALID);
-    CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, 2, two, 1, 1.0, &on_gpu), STATUS_INVALID);
-    two[0].view.dtype = DTYPE_OTHER;
-    CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, 16, two, 1, 1.0, &on_gpu), STATUS_UNSUPPORTED);
-    CHECK_EQUAL(table->pack(output.data, DTYPE_OTHER, 16, nullptr, 0, 1.0, &on_gpu), STATUS_UNSUPPORTED);
-    square.numel = 4;
-    square.output_strides = holes;
-    square.view.ndim = 2;
-    square.view.sizes = sizes;
-    square.view.data = input.data;
-    CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, 16, &square, 1, 1.0, &on_gpu), STATUS_INVALID);
 }
 
 /* ---- launches ---- */
