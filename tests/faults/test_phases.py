@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import threading
@@ -18,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import StateDictType
 
-import fsdp_c
 from fsdp_c import _C, checkpoint
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.state import redistribution
 from fsdp_c.tools import collective_errors, phases
 from tests.collectives import ALL_GATHER, REDUCE_SCATTER
 from tests.models import WIDTH
@@ -116,13 +113,8 @@ def test_error_of_a_failed_collective_names_unit_and_phase(rank: int) -> None:
     assert text in str(raised.value)
 
 
-def summon(model: FSDP, **options: Any) -> None:
-    with FSDP.summon_full_params(model, **options):
-        pass
-
-
-def save(model: FSDP, kind: StateDictType) -> None:
-    with FSDP.state_dict_type(model, kind):
+def save(model: FSDP) -> None:
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         model.state_dict()
 
 
@@ -130,58 +122,30 @@ def train(model: FSDP) -> None:
     model(torch.randn(3, WIDTH)).sum().backward()
 
 
-# call: (module and name of the collective that runs out of memory, function, added text, remedy)
-STEP, OUTSIDE = "fsdp_c.summary(model)", "offload_to_cpu=True"
-OUT_OF_MEMORY: dict[str, tuple[Any, str, Callable[[FSDP], Any], str, str]] = {
-    "forward": (dist, ALL_GATHER, train, ", step 1: {}waits in the all-gather of Net", STEP),
-    "backward": (
-        dist,
+OUT_OF_MEMORY = [  # name of the collective that runs out of memory, function, added text, remedy
+    (ALL_GATHER, train, ", step 1: {}waits in the all-gather of Net", "fsdp_c.summary(model)"),
+    (
         REDUCE_SCATTER,
         train,
         ", step 1: {}waits in the reduction of Block at 'blocks.1'",
-        STEP,
+        "fsdp_c.summary(model)",
     ),
-    "summon_full_params": (dist, ALL_GATHER, summon, ": {}gathers Net. ", OUTSIDE),
-    "gradients": (
-        dist,
-        ALL_GATHER,
-        functools.partial(summon, with_grads=True),
-        ": {}gathers Net. ",
-        OUTSIDE,
-    ),
-    "state_dict": (
-        redistribution,
-        "_all_gather_single",
-        FSDP.state_dict,
-        ": {}gathers Net and 2 units after it. ",
-        OUTSIDE,
-    ),
-    "sharded": (
-        dist,
-        "all_to_all_single",
-        functools.partial(save, kind=StateDictType.SHARDED_STATE_DICT),
-        ": {}gathers Net and 2 units after it. ",
-        OUTSIDE,
-    ),
-    "iter_full_params": (
-        redistribution,
-        "_all_gather_single",
-        lambda model: list(fsdp_c.iter_full_params(model)),
-        ": {}gathers Net. ",
-        OUTSIDE,
-    ),
-}
+    ("all_to_all_single", save, ": {}gathers Net and 2 units after it. ", "offload_to_cpu=True"),
+]
 
 
-@pytest.mark.parametrize("call", OUT_OF_MEMORY)
+@pytest.mark.parametrize(
+    ("collective", "body", "added", "remedy"), OUT_OF_MEMORY, ids=["forward", "backward", "sharded"]
+)
 @on_ranks(2, label="faults")
-def test_out_of_memory_names_rank_unit_and_remedy(rank: int, call: str) -> None:
+def test_out_of_memory_names_rank_unit_and_remedy(
+    rank: int, collective: str, body: Callable[[FSDP], None], added: str, remedy: str
+) -> None:
     """The text is added once to torch's own error, which keeps its type and its beginning."""
-    module, collective, body, added, remedy = OUT_OF_MEMORY[call]
     model = build()
     train(model)
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    with mock.patch.object(module, collective, side_effect=full):
+    with mock.patch.object(dist, collective, side_effect=full):
         with pytest.raises(torch.OutOfMemoryError) as raised:
             body(model)
     first, second = str(raised.value).splitlines()
@@ -193,7 +157,6 @@ def test_out_of_memory_names_rank_unit_and_remedy(rank: int, call: str) -> None:
 
 ON_SIGNAL = """
 import os, signal, sys
-import fsdp_c
 from torch import nn
 import torch, torch.distributed as dist
 from tests.collectives import init_fake_group
