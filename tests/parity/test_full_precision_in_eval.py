@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
 from tests.models import WIDTH, Net
-from tests.parity.engine import PRECISIONS, Point, Run, Scenario, compare, implementation
+from tests.parity.engine import PRECISIONS, Point, Run, Scenario, compare
 from tests.parity.scenarios import per_block, root_without_parameters, with_arguments
-from tests.ranks import STRATEGIES, all_strategies, both_views, device, on_ranks
-from tests.training import batch, sharded
+from tests.ranks import STRATEGIES, all_strategies, both_views, on_ranks
+from tests.training import batch, sharded, wrap
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 
@@ -91,26 +91,16 @@ def test_training_with_evaluation_between_equals_torch(rank: int, world_size: in
         compare(point, SCENARIOS[point.scenario], rank, world_size)
 
 
-class DtypeProbe(nn.Module):
-    """Returns its input and stores its dtype."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = x.dtype
-        return x
-
-
 @on_ranks(2)
 def test_unit_without_parameters_does_not_cast_its_inputs() -> None:
     """A cast makes inputs match the parameters, so without parameters there is none, as in torch."""
     casting = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
-    seen = {}
+    seen = []
     for which in ("torch", "fsdp_c"):
-        fsdp = implementation(which)
-        probe = DtypeProbe()
-        inner = fsdp(probe, mixed_precision=casting, device_id=device())
-        fsdp(nn.Sequential(inner, nn.Linear(WIDTH, WIDTH)), device_id=device())(torch.ones(2, WIDTH))
-        seen[which] = probe.seen
-    assert seen == {"torch": torch.float32, "fsdp_c": torch.float32}
+        inner = wrap(nn.Identity(), which, mixed_precision=casting)
+        inner.module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+        wrap(nn.Sequential(inner, nn.Linear(WIDTH, WIDTH)), which)(torch.ones(2, WIDTH))
+    assert seen == [torch.float32, torch.float32]
 
 
 # ----------------------------------------------------------------- where torch is stale: the plain module
