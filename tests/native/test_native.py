@@ -24,7 +24,7 @@ FUZZ_COUNT = {"FSDP_C_FUZZ_COUNT": "1000000"} if EXHAUSTIVE else {}
 # Invariants are checked, allocations can be made to fail, and Python's headers are there, but no Python.
 DEFINES = ["-DFSDP_C_CHECK", "-DMEM_FAULTS", "-DPy_LIMITED_API=0x030A0000"]
 INCLUDES = [f"-I{CSRC}", f"-I{NATIVE}", f"-I{sysconfig.get_paths()['include']}"]
-# Drops unreachable functions at link time, and lets a program's definitions replace those of linked files.
+# Drops unreachable functions at link time.
 SECTIONS = ["-ffunction-sections", "-fdata-sections"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
@@ -61,7 +61,7 @@ def compile_with(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def linked_sources(source: Path) -> list[str]:
     """Return the files under csrc in the program's ``links:`` comment."""
-    links = re.match(r"/\* links(?:, with stand-ins of its own)?: ([^*]+) \*/", source.read_text())
+    links = re.match(r"/\* links: ([^*]+) \*/", source.read_text())
     assert links is not None, f"{source.name} must begin with a comment 'links: FILE...', relative to csrc"
     return [str(CSRC / name) for name in links[1].split()]
 
@@ -77,9 +77,8 @@ def test_native_program_passes(source: Path, compiler: str, sanitizers: list[str
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         built = list(pool.map(compile_with, commands))
-    has_own = source.read_text().startswith("/* links, with stand-ins of its own:")
-    linking = f"-Wl,--gc-sections{',-z,muldefs' if has_own else ''}"
-    linked = compile_with([compiler, *flags, *objects, linking, "-lm", "-lpthread", "-o", str(program)])
+    linking = ["-Wl,--gc-sections", "-lm", "-lpthread"]
+    linked = compile_with([compiler, *flags, *objects, *linking, "-o", str(program)])
     assert not any(command.returncode for command in (*built, linked)), "\n".join(
         command.stderr for command in (*built, linked)
     )

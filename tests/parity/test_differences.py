@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.func import functional_call
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.test_outputs import Returns
@@ -137,6 +137,15 @@ def write_to_a_view(model: Any) -> list[Tensor]:
         model.bias.fill_(3.0)
     output.sum().backward()
     return evaluated(model)
+
+
+def write_after_no_sync(model: Any) -> list[Tensor]:
+    with synced(model, False):
+        loss_of(model).backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+    return [model(batch(0)).detach()]
 
 
 def train_a_unit_alone(model: Any) -> list[Tensor]:
@@ -326,6 +335,9 @@ PROGRAMS = {
         arguments={"auto_wrap_policy": PER_BLOCK, "forward_prefetch": True},
     ),
     "write to a view": Program(write_to_a_view, DIFFERENT, one_layer, ("SHARD_GRAD_OP",), arguments={}),
+    "write after no_sync": Program(
+        write_after_no_sync, DIFFERENT, one_layer, ("SHARD_GRAD_OP",), BOTH_VIEWS, {}
+    ),
     "unit trained alone": Program(train_a_unit_alone, DIFFERENT),
     "two backwards": Program(
         backward_twice, of_strategies(STORAGE, STORAGE, DIFFERENT), strategies=STRATEGIES
@@ -509,41 +521,33 @@ def test_a_query_on_an_inner_unit_decides_nothing(rank: int, query: str) -> None
 # ----------------------------------------------------------------- autograd
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LSTM(WIDTH, 4)
-
-    def forward(self, sequence: PackedSequence) -> Tensor:
-        return self.layer(sequence)[0].data
-
-
 @on_ranks(2)
 def test_a_packed_sequence_is_cast() -> None:
     def run(which: str) -> Tensor:
-        model = wrap(Recurrent(), which, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-        return model(pack_sequence([torch.ones(3, WIDTH), torch.ones(2, WIDTH)]))
+        model = wrap(nn.LSTM(WIDTH, 4), which, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+        return model(pack_sequence([torch.ones(3, WIDTH), torch.ones(2, WIDTH)]))[0].data
 
     with pytest.raises(RuntimeError, match="must have the same dtype"):
         run("torch")
     assert run("fsdp_c").dtype == torch.bfloat16
 
 
-class FrozenStart(nn.Module):
-    """Frozen embeddings in the unit of a trained head, with a layer in a reentrant checkpoint between them."""
+class PartlyCheckpointed(nn.Module):
+    """Its backward reads no parameter after the checkpointed layer, so that torch can train it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.body, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.embedding.requires_grad_(False)
+        self.first, self.inside, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.body, self.embedding(x), use_reentrant=True))
+    def forward(self, x: Tensor, checkpointed: bool) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(checkpoint(self.inside, x, use_reentrant=True) if checkpointed else self.inside(x))
 
 
 def frozen_start(which: str) -> Any:
     torch.manual_seed(3)
-    model = FrozenStart()
+    model = PartlyCheckpointed()
+    model.first.requires_grad_(False)
     return model if which == "plain" else wrap(model, which)
 
 
@@ -554,7 +558,7 @@ def test_a_reentrant_checkpoint_after_frozen_parameters_trains_as_without_fsdp(r
 
     def trained(which: str) -> set[str]:
         model = frozen_start(which)
-        model(batch(rank)).sum().backward()
+        model(batch(rank), checkpointed=True).sum().backward()
         with (
             contextlib.nullcontext()
             if which == "plain"
@@ -563,8 +567,8 @@ def test_a_reentrant_checkpoint_after_frozen_parameters_trains_as_without_fsdp(r
             named = model.named_parameters()
             return {name for name, parameter in named if parameter.grad is not None and parameter.grad.any()}
 
-    assert trained("plain") == trained("fsdp_c") == {"head.weight", "head.bias"}
-    assert trained("torch") == {"head.weight", "head.bias", "body.weight", "body.bias"}
+    assert trained("plain") == trained("fsdp_c") == {"last.weight", "last.bias"}
+    assert trained("torch") == {"last.weight", "last.bias", "inside.weight", "inside.bias"}
 
 
 def adam_trained(which: str, rank: int, **arguments: Any) -> tuple[Any, torch.optim.Optimizer]:
@@ -657,18 +661,6 @@ def test_low_precision_gradients_of_tied_weights_are_kept(rank: int, world_size:
     dist.all_gather_object(everywhere := [None] * world_size, failures[0])
     assert any(everywhere)
     assert step("fsdp_c") == {torch.bfloat16}
-
-
-class PartlyCheckpointed(nn.Module):
-    """Its backward reads no parameter after the checkpointed layer, so that torch can train it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inside, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor, checkpointed: bool) -> Tensor:
-        x = torch.tanh(self.first(x))
-        return self.last(checkpoint(self.inside, x, use_reentrant=True) if checkpointed else self.inside(x))
 
 
 @both_views
