@@ -25,7 +25,6 @@ TORCH_SOURCES = (
     "python",
     "held_operator",
     "operator_call",
-    "recurrent",
     "tensors",
     "operator_costs",
     "cpu_tensors",

@@ -18,6 +18,7 @@ NO_WORK = "collectives over NCCL run on the current stream and return no work to
 LENGTHS = "lengths of packed sequences are on the CPU, always"
 ON_CPU = "it is about models on a CPU"
 CPU_BACKEND = "its process group is of the CPU alone"
+NO_CELLS = "torch's CPU build has no kernels of a GPU's recurrent cells"
 TRITON = "TRL's losses are Triton kernels, which torch's CUDA build without a GPU does not load"
 RACE = "torch's own adds such gradients while a reduction on another stream writes there"
 
@@ -25,6 +26,9 @@ REASONS: dict[str, dict[str, str]] = {
     "tests/clients/test_examples.py": {
         "test_losses_are_those_of_models_that_are_not_sharded[trl_trainers.py sft]": TRITON,
         "test_losses_are_those_of_models_that_are_not_sharded[trl_trainers.py dpo]": TRITON,
+    },
+    "tests/distributed/test_backward.py": {
+        "test_recurrent_modules_train_like_the_plain_model": NO_CELLS,
     },
     "tests/distributed/test_collectives.py": {
         "test_collectives_are_not_async_so_nccl_runs_on_the_current_stream": CPU_BACKEND,

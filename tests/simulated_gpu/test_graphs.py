@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 
 import pytest
 import torch
@@ -12,19 +11,9 @@ simulated_gpu = pytest.importorskip("simulated_gpu")
 
 
 def captured(work: Callable[[torch.Tensor], object], values: torch.Tensor) -> torch.cuda.CUDAGraph:
-    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-    with torch.cuda.stream(
-        torch.cuda.current_stream()
-    ):  # torch leaves a different current stream after a failed capture
-        try:
-            with torch.cuda.graph(graph, pool=pool):
-                work(values)
-        except RuntimeError:
-            # before 2.13 torch also leaves its allocator in capture, and the end of any MemPool aborts the
-            # process
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(values.device.index, pool)
-            raise
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work(values)
     return graph
 
 

@@ -136,17 +136,6 @@ class device_backend final : public Backend {
                               scatter_sum(out[0], in[0], op);
                           });
     }
-    WorkPtr reduce_scatter(Tensors &outputs, std::vector<Tensors> &inputs,
-                           const c10d::ReduceScatterOptions &opts) override {
-        return collective(OpType::REDUCE_SCATTER, inputs.at(0), outputs, opts.asyncOp,
-                          [this, op = opts.reduceOp](const Tensors &in, const Tensors &out) {
-                              Tensors flat;
-                              for (const Tensor &each : in) {
-                                  flat.push_back(each.reshape({-1}));
-                              }
-                              scatter_sum(out.at(0), at::cat(flat), op);
-                          });
-    }
     WorkPtr reduce_scatter_tensor_coalesced(Tensors &outputs, Tensors &inputs,
                                             const c10d::ReduceScatterOptions &opts) override {
         return collective(OpType::COALESCED, inputs, outputs, opts.asyncOp,
@@ -169,15 +158,6 @@ class device_backend final : public Backend {
         plain.reduceOp = opts.reduceOp;
         plain.asyncOp = opts.asyncOp;
         return allreduce(tensors, plain);
-    }
-    WorkPtr reduce(Tensors &tensors, const c10d::ReduceOptions &opts) override {
-        return collective(OpType::REDUCE, {}, tensors, opts.asyncOp,
-                          [this, opts](const Tensors &, const Tensors &out) {
-                              Tensor whole = reduced(gathered(out.at(0)), opts.reduceOp);
-                              if (getRank() == opts.rootRank) {
-                                  put(out[0], whole);
-                              }
-                          });
     }
     WorkPtr broadcast(Tensors &tensors, const c10d::BroadcastOptions &opts) override {
         return collective(OpType::BROADCAST, {}, tensors, opts.asyncOp,
@@ -205,14 +185,6 @@ class device_backend final : public Backend {
                               Tensor into = at::empty_like(out[0]), source = in[0].contiguous();
                               gloo->alltoall_base(into, source, to, from)->wait();
                               put(out[0], into);
-                          });
-    }
-    WorkPtr alltoall(Tensors &outputs, Tensors &inputs, const c10d::AllToAllOptions &opts) override {
-        return collective(OpType::ALLTOALL, inputs, outputs, opts.asyncOp,
-                          [this](const Tensors &in, const Tensors &out) {
-                              for (int source = 0; source < getSize(); source++) {
-                                  scatter_from(source, in, out.at((size_t)source));
-                              }
                           });
     }
     WorkPtr send(Tensors &tensors, int peer, int tag) override {
@@ -462,16 +434,10 @@ class device_backend final : public Backend {
         case ReduceOp::SUM:
         case ReduceOp::AVG:
             return at::add(whole, part);
-        case ReduceOp::PRODUCT:
-            return at::mul(whole, part);
         case ReduceOp::MIN:
             return at::minimum(whole, part);
         case ReduceOp::MAX:
             return at::maximum(whole, part);
-        case ReduceOp::BAND:
-            return at::bitwise_and(whole, part);
-        case ReduceOp::BOR:
-            return at::bitwise_or(whole, part);
         default:
             TORCH_CHECK(false, "this reduction is not simulated");
         }

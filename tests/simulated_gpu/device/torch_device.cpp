@@ -286,9 +286,6 @@ struct hooks final : at::CUDAHooksInterface {
     bool hasCUDA() const override {
         return true;
     }
-    bool hasCUDART() const override {
-        return true;
-    }
     bool hasPrimaryContext(DeviceIndex) const override {
         return true;
     }
@@ -331,9 +328,6 @@ struct hooks final : at::CUDAHooksInterface {
     }
     DeviceIndex maybeExchangeDevice(DeviceIndex device) const override {
         return exchangeDevice(device);
-    }
-    int getNumGPUs() const override {
-        return device_count();
     }
     void deviceSynchronize(DeviceIndex device) const override {
         host_wait_device(device);
