@@ -15,8 +15,6 @@ import fsdp_c
 from tests import real_cuda
 from tests.simulated_gpu import races
 
-HERE = Path(__file__).parent
-
 
 def missing() -> str | None:
     built = Path(fsdp_c.__file__).parent / f"_cuda{(torch.version.cuda or '').partition('.')[0]}.so"
@@ -28,17 +26,12 @@ def missing() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = missing()
-    if reason is not None and real_cuda.is_on():
-        raise pytest.UsageError(f"this process must have a CUDA build of torch: {reason}")
-    for item in items:
-        if HERE in item.path.parents and reason is not None:
-            item.add_marker(pytest.mark.skip(reason=reason))
-
-
 @pytest.fixture(autouse=True)
 def no_races() -> Iterator[None]:
     """Fail tests that leave a race. Rank processes check for races themselves, in tests/ranks.py."""
+    reason = missing()
+    assert reason is None or not real_cuda.is_on(), reason
+    if reason is not None:
+        pytest.skip(reason)
     with races.none_found():
         yield

@@ -23,6 +23,7 @@ from fsdp_c import FullyShardedDataParallel
 from fsdp_c.sharded_grad_scaler import ShardedGradScaler
 from tests.cuda.nccl_on_one_gpu import nccl_group
 from tests.models import WIDTH, Block, Net
+from tests.parity.engine import same_bits
 from tests.ranks import on_ranks
 from tests.simulated_gpu import races
 
@@ -109,7 +110,9 @@ def assert_parity(rank: int, name: str, **how: Any) -> None:
     races.forget()
     actual = train(FullyShardedDataParallel, rank, options=options, **how)
     assert len(expected) == len(actual)
-    different = [place for place, pair in enumerate(zip(expected, actual, strict=True)) if not same(*pair)]
+    different = [
+        place for place, pair in enumerate(zip(expected, actual, strict=True)) if not same_bits(*pair)
+    ]
     assert not different, f"{len(different)} of {len(expected)}, the first at {different[0]}"
 
 
@@ -126,16 +129,6 @@ def uploads_after_what_was_computed() -> Iterator[None]:
 
     with mock.patch.object(FlatParamHandle, "flat_param_to", wait_and_upload):
         yield
-
-
-def same(one: Tensor, other: Tensor) -> bool:
-    """Return True if the tensors are equal, with NaN equal to NaN: a step that overflows leaves NaN."""
-    equal = (
-        (one == other) | ((one != one) & (other != other))
-        if one.shape == other.shape
-        else torch.tensor(False)
-    )
-    return one.dtype == other.dtype and bool(equal.all())
 
 
 def over_nccl() -> dict[str, Any]:

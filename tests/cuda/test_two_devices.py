@@ -13,8 +13,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.cuda.nccl_on_one_gpu import nccl_group
-from tests.cuda.test_parity import CPU, OPTIONS, TIMEOUT_S, same, train
+from tests.cuda.test_parity import CPU, OPTIONS, TIMEOUT_S, train
 from tests.models import WIDTH, Block, Net
+from tests.parity.engine import same_bits
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU or none is here")
@@ -42,7 +43,7 @@ def test_a_model_trains_alike_on_a_device_that_is_not_the_current_one(
     expected = trained(rank, name, FIRST, FIRST)
     actual = trained(rank, name, SECOND, inputs_on)
     assert torch.cuda.current_device() == 0
-    assert len(expected) == len(actual) and all(map(same, expected, actual))
+    assert len(expected) == len(actual) and all(map(same_bits, expected, actual))
 
 
 @pytest.mark.parametrize("current", [FIRST, SECOND], ids=str)

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests import simulated_gpu
 
-HERE = Path(__file__).parent
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents and not simulated_gpu.is_on():
-            item.add_marker(pytest.mark.skip(reason="needs the simulated GPU: python -m tests.simulated_gpu"))
+@pytest.fixture(autouse=True)
+def needs_the_simulated_gpu() -> None:
+    if not simulated_gpu.is_on():
+        pytest.skip("needs the simulated GPU: python -m tests.simulated_gpu")
 
 
 @pytest.fixture
 def one_of_four_ranks() -> Iterator[None]:
     """Make this process one of four simulated ranks. Work on the device is finished after each test."""
-    assert simulated_gpu.is_on()
     from tests.races.programs import one_of_four
 
     with one_of_four():

@@ -15,7 +15,7 @@ from fsdp_c.optim.whole_parameters import _SideStream
 from tests import ranks, settings
 from tests.cuda.nccl_on_one_gpu import nccl_group
 from tests.races.programs import HYBRID, IN_PART, PROGRAMS, set_up
-from tests.races.scenarios import BF16, Trainer, accumulate, plain
+from tests.races.scenarios import Trainer, plain
 from tests.ranks import on_ranks
 from tests.simulated_gpu import races
 
@@ -51,25 +51,6 @@ def test_programs_are_in_order(rank: int, program: str) -> None:
 @on_ranks(4, label="races")
 def test_hybrid_programs_are_in_order(rank: int, program: str) -> None:
     run(program, rank)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@on_ranks(2, label="races")
-def test_offload_gives_the_same_numbers(rank: int, strategy: str) -> None:
-    """The optimizer does not divide: divisions on the CPU and the GPU round differently."""
-
-    def train(group: Any, offload: bool) -> list[Any]:
-        options = {"strategy": strategy, "cpu_offload": CPUOffload(offload), "mixed_precision": BF16}
-        trainer: Any = Trainer(rank, process_group=group, **options)
-        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.125)
-        accumulate(trainer)
-        return [param.detach().cpu() for param in trainer.model.parameters()]
-
-    with on_gpu() as group:
-        assert all(
-            torch.equal(one, other)
-            for one, other in zip(train(group, True), train(group, False), strict=True)
-        )
 
 
 def step_whole_parameters(rank: int, group: Any, offload: bool) -> None:
