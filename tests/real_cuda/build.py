@@ -34,10 +34,6 @@ DEVICE_FLAGS = ["-std=c++20", "-O2", *STRICT]
 TORCH_FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", *STRICT]
 
 
-def home_of(spec: str, folder: Path) -> Path:
-    return folder / spec.replace("/", "_")
-
-
 def install(python: Path, torch: str, names: Iterable[str] = REQUIREMENTS) -> None:
     """Install the requirements in these files, with this torch. "===" excludes builds with a local label such
     as 2.13.0+cpu.
@@ -48,32 +44,12 @@ def install(python: Path, torch: str, names: Iterable[str] = REQUIREMENTS) -> No
     subprocess.run([*command, f"torch==={torch}", *others], check=True)
 
 
-def make_environment(spec: str, folder: Path, tree: Path) -> Path:
-    """Create the environment: its Python, torch, the other requirements, and ``tree`` on its path. A file
-    ``made`` marks it as complete.
-    """
-    home, (torch, _, version) = home_of(spec, folder), spec.partition("@")
-    python = home / "bin/python"
-    if not python.exists():
-        maker = (shutil.which(version) or shutil.which(f"python{version}")) if version else sys.executable
-        if maker is None:
-            raise SystemExit(
-                f"no Python {version} found: put python{version} on the path, or write its path after the @"
-            )
-        subprocess.run([maker, "-m", "venv", str(home)], check=True)
-    install(python, torch)
-    for packages in home.glob("lib/python*/site-packages"):
-        (packages / "fsdp_c_checkout.pth").write_text(f"{tree}\n")
-    (home / "made").touch()
-    return python
-
-
 class Build:
-    """The build for one version of torch, such as "2.13.0", optionally with a version of Python after "@"."""
+    """The build for one version of torch, such as "2.13.0"."""
 
-    def __init__(self, spec: str) -> None:
-        self.spec, self.home = spec, home_of(spec, FOLDER)
-        self.folder = FOLDER / f"{self.home.name}.libraries"
+    def __init__(self, version: str) -> None:
+        self.version, self.home = version, FOLDER / version
+        self.folder = FOLDER / f"{version}.libraries"
 
     @property
     def python(self) -> Path:
@@ -92,21 +68,28 @@ class Build:
         with one_at_a_time(FOLDER):
             self.make_environment()
             self.folder.mkdir(exist_ok=True)
-            build([*self.device_libraries(), self.operators()], f"what stands under torch {self.spec}")
+            build([*self.device_libraries(), self.operators()], f"what stands under torch {self.version}")
             self.make_kernels()
 
     def make_environment(self) -> None:
+        """Create the environment: its Python, torch, the other requirements, and this checkout on its path. A
+        file ``made`` marks it as complete.
+        """
         if is_stale(self.home / "made", [ROOT / name for name in REQUIREMENTS]):
-            print(f"making an environment with torch {self.spec}: 5 GB", flush=True)
-            make_environment(self.spec, FOLDER, ROOT)
+            print(f"making an environment with torch {self.version}: 5 GB", flush=True)
+            if not self.python.exists():
+                subprocess.run([sys.executable, "-m", "venv", str(self.home)], check=True)
+            install(self.python, self.version)
+            (self.packages / "fsdp_c_checkout.pth").write_text(f"{ROOT}\n")
+            (self.home / "made").touch()
         if not re.search(r"^cuda\b[^=]*=\s*'13\.", (self.torch / "version.py").read_text(), re.MULTILINE):
-            raise SystemExit(f"torch {self.spec} of {self.home} is no build for CUDA 13")
+            raise SystemExit(f"torch {self.version} of {self.home} is no build for CUDA 13")
 
     def make_clients(self) -> Path:
         """Return the Python of a second environment with the libraries of tests/clients, on top of torch's,
         which stays unchanged.
         """
-        home = FOLDER / f"{self.home.name}.clients"
+        home = FOLDER / f"{self.version}.clients"
         python, made = home / "bin/python", home / "made"
         with one_at_a_time(FOLDER):
             if is_stale(made, [ROOT / CLIENTS, self.home / "made"]):
@@ -115,7 +98,7 @@ class Build:
                 subprocess.run(venv, check=True)
                 (packages,) = home.glob("lib/python*/site-packages")
                 (packages / "over.pth").write_text(f"import site; site.addsitedir({str(self.packages)!r})\n")
-                install(python, self.spec.partition("@")[0], [CLIENTS])
+                install(python, self.version, [CLIENTS])
                 made.touch()
         return python
 

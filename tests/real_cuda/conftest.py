@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests import real_cuda
 
-HERE = Path(__file__).parent
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents and not real_cuda.is_on():
-            item.add_marker(
-                pytest.mark.skip(reason="this process has no CUDA build of torch: make test-cuda-build")
-            )
+@pytest.fixture(autouse=True)
+def needs_the_cuda_build() -> None:
+    if not real_cuda.is_on():
+        pytest.skip("this process has no CUDA build of torch: make test-cuda-build")

@@ -7,7 +7,7 @@ read once per process.
 from __future__ import annotations
 
 import ctypes
-import itertools
+import gc
 import os
 import re
 import socket
@@ -17,6 +17,16 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp1
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import fsdp_c
+from tests.settings import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW, FAILS, HANGS = 1, 2, 3  # constants of device/nccl.cpp
@@ -29,8 +39,6 @@ def disturb(what: int, calls_until: int = 0, ms: int = 0) -> None:
 
 def run(name: str, world_size: int = 2, timeout_s: float = 300.0, **settings: str) -> list[tuple[int, str]]:
     """Return (exit status, output) of each rank. Asserts that all ranks end in time."""
-    from tests.ranks import PATIENCE  # ranks do not need the imports of tests.ranks
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -63,9 +71,6 @@ def run(name: str, world_size: int = 2, timeout_s: float = 300.0, **settings: st
 
 def start(**options: Any) -> int:
     """Join an NCCL group on this rank's own device and return the rank."""
-    import torch
-    import torch.distributed as dist
-
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     if os.environ.get("EAGER"):
@@ -74,27 +79,22 @@ def start(**options: Any) -> int:
     return rank
 
 
-def small_model(library: Any, wrap: Any, **options: Any) -> Any:
+def small_model(library: Any, **options: Any) -> Any:
     """Return a model of four units."""
-    import torch
-    from torch import nn
-
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.LayerNorm(24)) for _ in range(3)]
     return library.FullyShardedDataParallel(
         nn.Sequential(*layers, nn.Linear(24, 5)),
-        auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Sequential}),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
         device_id=torch.cuda.current_device(),
         **options,
     )
 
 
-def trained(library: Any, wrap: Any, steps: int = 3, **options: Any) -> list[Any]:
+def trained(library: Any, steps: int = 3, **options: Any) -> list[Any]:
     """Return the losses and full parameters of a small model after ``steps`` steps."""
-    import torch
-
     rank = int(os.environ["RANK"])
-    model = small_model(library, wrap, **options)
+    model = small_model(library, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     torch.manual_seed(rank)
     out: list[Any] = []
@@ -114,25 +114,20 @@ def trained(library: Any, wrap: Any, steps: int = 3, **options: Any) -> list[Any
     return out
 
 
-def both() -> None:
-    """Compare FSDP1 and fsdp_c bit for bit in several settings."""
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.fsdp as fsdp1
-    import torch.distributed.fsdp.wrap
-    from torch.distributed.device_mesh import init_device_mesh
-
-    import fsdp_c
-    import fsdp_c.wrap
-
-    start()
+def four_settings() -> list[dict[str, Any]]:
     half = fsdp1.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    settings: list[dict[str, Any]] = [
+    return [
         {},
         {"use_orig_params": True, "forward_prefetch": True},
         {"sharding_strategy": fsdp1.ShardingStrategy.SHARD_GRAD_OP, "mixed_precision": half},
         {"cpu_offload": fsdp1.CPUOffload(offload_params=True)},
     ]
+
+
+def both() -> None:
+    """Compare FSDP1 and fsdp_c bit for bit in several settings."""
+    start()
+    settings = four_settings()
     if os.environ.get("HYBRID"):
         hybrid = fsdp1.ShardingStrategy.HYBRID_SHARD, fsdp1.ShardingStrategy._HYBRID_SHARD_ZERO2
         mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -141,8 +136,8 @@ def both() -> None:
         settings += [{"sharding_strategy": each, "device_mesh": mesh} for each in hybrid]
     count = 0
     for options in settings:
-        theirs = trained(fsdp1, torch.distributed.fsdp.wrap, **options)
-        ours = trained(fsdp_c, fsdp_c.wrap, **options)
+        theirs = trained(fsdp1, **options)
+        ours = trained(fsdp_c, **options)
         assert len(ours) == len(theirs) > 5
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)), options
         count += 1
@@ -151,47 +146,6 @@ def both() -> None:
     splits = world.comm_split_count()
     dist.destroy_process_group()
     print(f"equal: {count}, split: {splits}", flush=True)
-
-
-def torchs_checks() -> None:
-    """Run torch.testing's checks of FSDP1 with fsdp_c: training compared with DistributedDataParallel."""
-    import torch.distributed as dist
-    import torch.distributed.fsdp as fsdp1
-
-    import fsdp_c
-
-    start()
-    fsdp_c.install()
-    from torch.testing._internal import common_fsdp as theirs
-    from torch.testing._internal.common_utils import TestCase
-
-    assert theirs.FSDP is fsdp_c.FullyShardedDataParallel
-
-    class Checks(theirs.FSDPTestMixin, TestCase):
-        process_group = dist.distributed_c10d._get_default_group()
-
-    models = (
-        "TransformerWithSharedParams",
-        "NestedWrappedModule",
-        "AlwaysWrapNestedWrappedModule",
-        "MixtureOfExperts",
-    )
-    settings: list[dict[str, Any]] = [
-        {"sharding_strategy": each} for each in list(fsdp1.ShardingStrategy)[:3]
-    ]
-    settings += [
-        {"cpu_offload": fsdp1.CPUOffload(offload_params=True)},
-        {"use_orig_params": True, "forward_prefetch": True},
-        {"backward_prefetch": fsdp1.BackwardPrefetch.BACKWARD_POST},
-    ]
-    before, after = theirs.DEVICEInitMode.DEVICE_BEFORE, theirs.DEVICEInitMode.DEVICE_AFTER
-    cases = list(itertools.product(models, settings, (before, after)))
-    for name, setting, moved in cases:
-        beside = theirs.DummyDDP if name == "MixtureOfExperts" else None  # experts differ between ranks
-        how = theirs.FSDPInitMode.RECURSIVE, moved, beside
-        Checks("_test_fsdp_parity")._test_fsdp_parity(getattr(theirs, name), *how, **setting)
-    print(f"passed: {len(cases)}", flush=True)
-    os._exit(0)
 
 
 def step(model: Any, batch: Any) -> list[Any]:
@@ -204,17 +158,11 @@ def step(model: Any, batch: Any) -> list[Any]:
 
 
 def same(ones: list[Any], others: list[Any]) -> bool:
-    import torch
-
     return len(ones) == len(others) and all(map(torch.equal, ones, others))
 
 
 def used_nbytes() -> int:
     """Return the used bytes of the device after synchronization."""
-    import gc
-
-    import torch
-
     gc.collect()
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
@@ -231,24 +179,11 @@ def no_memory() -> None:
     """Let allocations of a step fail one by one. The error is annotated, no memory leaks, and the next step
     is unchanged.
     """
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.fsdp as fsdp1
-
-    import fsdp_c
-    import fsdp_c.wrap
-
     driver = ctypes.CDLL(str(Path(os.environ["FAKE_CUDA"]) / "libcuda.so.1"))
     driver.fake_cuda_refuse.argtypes, driver.fake_cuda_refuse.restype = [ctypes.c_long], ctypes.c_long
     rank = start()
-    half = fsdp1.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for options in (
-        {},
-        {"use_orig_params": True, "forward_prefetch": True},
-        {"sharding_strategy": fsdp1.ShardingStrategy.SHARD_GRAD_OP, "mixed_precision": half},
-        {"cpu_offload": fsdp1.CPUOffload(offload_params=True)},
-    ):
-        model = small_model(fsdp_c, fsdp_c.wrap, **options)
+    for options in four_settings():
+        model = small_model(fsdp_c, **options)
         batch = torch.randn(6, 24, device="cuda", generator=torch.Generator("cuda").manual_seed(rank))
         for _ in range(2):
             expected = step(model, batch)
@@ -284,33 +219,21 @@ def no_memory() -> None:
 
 def one_goes_wrong() -> None:
     """Let a collective of rank 1 hang or fail in the second step. Rank 0 waits for rank 1."""
-    import torch
-    import torch.distributed.fsdp.wrap
-
-    import fsdp_c
-    import fsdp_c.wrap
-
     rank = start(timeout=timedelta(seconds=20))
-    trained(fsdp_c, fsdp_c.wrap, steps=1)
+    trained(fsdp_c, steps=1)
     torch.cuda.synchronize()
     print("one step", flush=True)
     if rank == 1:
         disturb(int(os.environ["DISTURB"]), calls_until=5)
-    trained(fsdp_c, fsdp_c.wrap, steps=3)
+    trained(fsdp_c, steps=3)
     torch.cuda.synchronize()
     print("all steps", flush=True)
 
 
 def one_aborts() -> None:
     """Abort rank 1's communicators between a forward and its backward. Rank 0 waits for rank 1."""
-    import torch
-    import torch.distributed as dist
-
-    import fsdp_c
-    import fsdp_c.wrap
-
     rank = start(timeout=timedelta(seconds=20))
-    model = small_model(fsdp_c, fsdp_c.wrap)
+    model = small_model(fsdp_c)
     loss = model(torch.randn(6, 24, device="cuda")).square().mean()
     torch.cuda.synchronize()
     print("one step", flush=True)
@@ -323,14 +246,8 @@ def one_aborts() -> None:
 
 def ends_inside_work() -> None:
     """Destroy the group while slow collectives of a step are pending."""
-    import torch
-    import torch.distributed as dist
-
-    import fsdp_c
-    import fsdp_c.wrap
-
     start()
-    model = small_model(fsdp_c, fsdp_c.wrap)
+    model = small_model(fsdp_c)
     for _ in range(2):
         model(torch.randn(6, 24, device="cuda")).square().mean().backward()
     disturb(SLOW, ms=100)
@@ -341,5 +258,5 @@ def ends_inside_work() -> None:
 
 
 if __name__ == "__main__":
-    programs = (both, torchs_checks, no_memory, one_goes_wrong, one_aborts, ends_inside_work)
+    programs = (both, no_memory, one_goes_wrong, one_aborts, ends_inside_work)
     {one.__name__: one for one in programs}[sys.argv[1]]()

@@ -1,12 +1,15 @@
-"""fsdp_c with the real ProcessGroupNCCL: bitwise FSDP1's results in all settings, and errors when a rank is
-lost.
+"""fsdp_c with torch's own caching allocator and ProcessGroupNCCL: bitwise FSDP1's results in all settings, and
+errors when memory runs out or a rank is lost.
 """
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.real_cuda.programs import FAILS, HANGS, run
+from tests.settings import EXHAUSTIVE
 
 SETTINGS = {
     "lazy": {},
@@ -18,6 +21,11 @@ SETTINGS = {
     "NaN check": {"TORCH_NCCL_NAN_CHECK": "1"},
     "recorded streams": {"TORCH_NCCL_AVOID_RECORD_STREAMS": "0"},
     "stashes": {"TORCH_NCCL_AVOID_RECORD_STREAMS": "1"},
+    "expandable segments": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+    "split": {"PYTORCH_ALLOC_CONF": "max_split_size_mb:21"},
+    "rounded": {"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:4"},
+    "collected": {"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.6"},
+    "cudaMallocAsync": {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"},
 }
 
 
@@ -34,6 +42,16 @@ def test_hybrid_training_is_fsdp1s_to_the_bit(settings: dict[str, str], splits: 
     """
     for status, said in run("both", world_size=4, HYBRID="1", FAKE_CUDA_DEVICES="4", **settings):
         assert status == 0 and f"equal: 4, split: {splits}" in said, said[-3000:]
+
+
+def test_failed_allocation_raises_and_leaks_no_memory() -> None:
+    """One in five of a step's, or each with pytest --exhaustive. Without caching each asks the device."""
+    every = "1" if EXHAUSTIVE else "5"
+    for status, said in run("no_memory", PYTORCH_NO_CUDA_MEMORY_CACHING="1", EVERY=every):
+        assert status == 0 and said.count("raised") == 4, said[:3000]
+        # other allocations are of the model's operators and of torch
+        named = re.findall(r"(\d+) of a unit", said)
+        assert len(named) == 4 and sum(map(int, named)) >= 3, said
 
 
 def test_destroying_a_group_with_pending_collectives_works() -> None:
