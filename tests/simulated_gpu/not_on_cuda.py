@@ -17,7 +17,6 @@ NO_COPY = "torch's own cannot copy a ShardedTensor that requires a gradient to t
 NO_WORK = "collectives over NCCL run on the current stream and return no work to fail in"
 LENGTHS = "lengths of packed sequences are on the CPU, always"
 ON_CPU = "it is about models on a CPU"
-CPU_BACKEND = "its process group is of the CPU alone"
 NO_CELLS = "torch's CPU build has no kernels of a GPU's recurrent cells"
 TRITON = "TRL's losses are Triton kernels, which torch's CUDA build without a GPU does not load"
 RACE = "torch's own adds such gradients while a reduction on another stream writes there"
@@ -29,9 +28,6 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "tests/distributed/test_backward.py": {
         "test_recurrent_modules_train_like_the_plain_model": NO_CELLS,
-    },
-    "tests/distributed/test_collectives.py": {
-        "test_collectives_are_not_async_so_nccl_runs_on_the_current_stream": CPU_BACKEND,
     },
     "tests/distributed/test_checkpoint.py": {
         "test_what_torch_saved_loads_here[fsdp1-True]": PLACES,
