@@ -246,26 +246,26 @@ ALWAYS_INLINE void V(run_dtypes)(enum loop loop, void *output, enum dtype to, co
 
 ALWAYS_INLINE void V(run_to)(enum loop loop, void *output, enum dtype to, const void *input, enum dtype from,
                              int64_t numel, double number) {
-    if (from == DTYPE_FLOAT64)
-        V(run_dtypes)(loop, output, to, input, DTYPE_FLOAT64, numel, number);
+    if (from == DTYPE_FLOAT32)
+        V(run_dtypes)(loop, output, to, input, DTYPE_FLOAT32, numel, number);
     else if (from == DTYPE_BFLOAT16)
         V(run_dtypes)(loop, output, to, input, DTYPE_BFLOAT16, numel, number);
     else if (from == DTYPE_FLOAT16)
         V(run_dtypes)(loop, output, to, input, DTYPE_FLOAT16, numel, number);
     else
-        V(run_dtypes)(loop, output, to, input, DTYPE_FLOAT32, numel, number);
+        V(run_dtypes)(loop, output, to, input, DTYPE_FLOAT64, numel, number);
 }
 
 ALWAYS_INLINE void V(run_one)(enum loop loop, void *output, enum dtype to, const void *input, enum dtype from,
                               int64_t numel, double number) {
-    if (to == DTYPE_FLOAT64)
-        V(run_to)(loop, output, DTYPE_FLOAT64, input, from, numel, number);
+    if (to == DTYPE_FLOAT32)
+        V(run_to)(loop, output, DTYPE_FLOAT32, input, from, numel, number);
     else if (to == DTYPE_BFLOAT16)
         V(run_to)(loop, output, DTYPE_BFLOAT16, input, from, numel, number);
     else if (to == DTYPE_FLOAT16)
         V(run_to)(loop, output, DTYPE_FLOAT16, input, from, numel, number);
     else
-        V(run_to)(loop, output, DTYPE_FLOAT32, input, from, numel, number);
+        V(run_to)(loop, output, DTYPE_FLOAT64, input, from, numel, number);
 }
 
 static void V(run)(enum loop loop, void *output, enum dtype to, const void *input, enum dtype from,
