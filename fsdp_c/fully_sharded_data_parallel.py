@@ -572,9 +572,16 @@ class FullyShardedDataParallel(ShardedModule):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield as nn.Module does; inside summon_full_params with FQNs of the unwrapped module."""
-        if self._unit.runtime is not None:
-            self._unit.runtime.begin_walk()
+        for runtime in self._runtimes():
+            runtime.begin_walk()
         return self._cleaned_in_summon(super().named_parameters(*args, **kwargs))
+
+    def _runtimes(self) -> list[_C.Runtime]:
+        """Return the runtimes of the units below: one, unless another root has taken a unit from this one."""
+        if self._unit.runtime is not None:
+            return [self._unit.runtime]
+        found = dict.fromkeys(unit._unit.runtime for unit in units_of(self))
+        return [runtime for runtime in found if runtime is not None]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as nn.Module does, including parameters with unsharded views after a forward."""
@@ -592,8 +599,8 @@ class FullyShardedDataParallel(ShardedModule):
 
     def _own_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters below this module as an optimizer has them."""
-        if self._unit.runtime is not None:
-            self._unit.runtime.await_failed_backward()
+        for runtime in self._runtimes():
+            runtime.await_failed_backward()
         originals = [param for handle in handles_in(self) for param in handle.flat_param._params or ()]
         yield from originals
         held = set(map(id, originals))

@@ -141,6 +141,8 @@ def test_optimizer_state_is_exchanged_with_the_plain_optimizer(
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, trained.optim))
     with FSDP.state_dict_type(model, SHARDED):
         rows, weights = FSDP.optim_state_dict(model, optimizer), model.state_dict()
+    scalars = [weights["logit_scale"], *rows["state"]["logit_scale"].values()]
+    assert all(value.dim() == 0 for value in scalars)
     checkpoint.save(model, optimizer, tmp_path / "sharded")
     trained.assert_resumed(model, optimizer)
 
