@@ -170,7 +170,8 @@ class Writer:
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
     """Return what two tensors with the same elements in the same memory have in common."""
-    return tensor.data_ptr(), tensor.device, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    address = tensor.data_ptr() or id(tensor)  # 0 for a subclass that wraps others
+    return address, tensor.device, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 # ----------------------------------------------------------------- replicas or experts

@@ -273,6 +273,30 @@ TEST(test_pack_of_a_unit_is_one_launch) {
     CHECK_EQUAL(emulated_launches, 1);
 }
 
+TEST(test_pack_refuses_invalid_arguments) {
+    memory input(DTYPE_FLOAT32, 4), output(DTYPE_FLOAT32, 16);
+    const int64_t three = 3, sizes[2] = {2, 2}, holes[2] = {4, 1};
+    struct pack_source two[2] = {}, square = {};
+    for (struct pack_source &one : two) {
+        one.numel = 3;
+        one.view.ndim = 1;
+        one.view.sizes = &three;
+        one.view.data = input.data;
+    }
+    two[1].offset = 2; /* overlaps */
+    CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, 16, two, 2, 1.0, &on_gpu), STATUS_INVALID);
+    CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, 2, two, 1, 1.0, &on_gpu), STATUS_INVALID);
+    two[0].view.dtype = DTYPE_OTHER;
+    CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, 16, two, 1, 1.0, &on_gpu), STATUS_UNSUPPORTED);
+    CHECK_EQUAL(table->pack(output.data, DTYPE_OTHER, 16, nullptr, 0, 1.0, &on_gpu), STATUS_UNSUPPORTED);
+    square.numel = 4;
+    square.output_strides = holes;
+    square.view.ndim = 2;
+    square.view.sizes = sizes;
+    square.view.data = input.data;
+    CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, 16, &square, 1, 1.0, &on_gpu), STATUS_INVALID);
+}
+
 /* ---- launches ---- */
 
 TEST(test_empty_arguments_launch_nothing) {

@@ -15,6 +15,7 @@ NO_PHILOX = "a generator of the simulated GPU has the CPU's state, in which DTen
 PLACES = "where a group has gloo beside NCCL, torch says that shards on a GPU are on the CPU"
 NO_COPY = "torch's own cannot copy a ShardedTensor that requires a gradient to the CPU"
 NO_WORK = "collectives over NCCL run on the current stream and return no work to fail in"
+NO_TIMEOUT = "a timeout of collectives is not simulated"
 LENGTHS = "lengths of packed sequences are on the CPU, always"
 ON_CPU = "it is about models on a CPU"
 NO_CELLS = "torch's CPU build has no kernels of a GPU's recurrent cells"
@@ -45,6 +46,9 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "tests/distributed/test_errors_of_one_rank.py": {
         "test_error_is_raised_before_the_collective_and_names_the_rank[sparse_gradient]": NO_SPARSE,
+    },
+    "tests/distributed/test_process_exit.py": {
+        "test_a_rank_whose_collective_failed_ends_with_its_own_error": NO_TIMEOUT,
     },
     "tests/distributed/test_recover.py": {
         "test_all_units_are_reset_when_a_prefetch_failed": NO_WORK,

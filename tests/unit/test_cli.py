@@ -91,9 +91,10 @@ def test_script_keeps_its_flags_and_status_and_the_processes_it_spawns_train_wit
     """--split-frozen before the script's name keeps frozen parameters apart. After it, it is the script's own."""
     (tmp_path / "script.py").write_text(SPAWNING)
     (tmp_path / "helper.py").write_text("NAME = 'beside the script'\n")
-    script, flag = str(tmp_path / "script.py"), "--split-frozen"
+    folder, flag = (tmp_path, "--split-frozen") if split else (tmp_path.parent, "--split-frozen")
+    script = str((tmp_path / "script.py").relative_to(folder))
     own = ["--help", "-m", "x", *([] if split else [flag])]
-    done = call(*([flag] if split else []), script, *own, cwd=tmp_path.parent)
+    done = call(*([flag] if split else []), script, *own, cwd=folder)
     assert done.returncode == 3, done.stderr
     expected = f"{2 if split else 1} of fsdp_c.fully_sharded_data_parallel"
     assert done.stdout.splitlines() == [f"{[script, *own]} {expected}", f"child {expected}"]

@@ -36,11 +36,12 @@ def test_install_rebinds_names_wherever_they_were_imported_to():
     assert fsdp_c.is_installed()
 
 
-def test_uninstall_restores_every_name_after_one_install_or_two():
+@pytest.mark.parametrize("installs", [1, 2])
+def test_uninstall_restores_every_name_after_one_install_or_two(installs):
     modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
     before = {(module, name): value for module in modules for name, value in list(vars(module).items())}
-    fsdp_c.install()
-    fsdp_c.install()
+    for _ in range(installs):
+        fsdp_c.install()
     fsdp_c.uninstall()
     changed = [key for key, value in before.items() if vars(key[0]).get(key[1], value) is not value]
     others = ("fsdp_c", "hypothesis")  # hypothesis counts garbage collections
@@ -76,12 +77,12 @@ def test_class_derived_from_torchs_before_install_is_refused():
 
 def test_modules_imported_after_install_get_ours_and_torchs_back(monkeypatch, tmp_path):
     """Those that import from fsdp_c keep ours."""
+    sources = {"late_module": "torch.distributed.fsdp", "late_module_of_ours": "fsdp_c"}
+    for name, package in sources.items():
+        (tmp_path / f"{name}.py").write_text(f"from {package} import FullyShardedDataParallel as FSDP\n")
     monkeypatch.syspath_prepend(tmp_path)
     fsdp_c.install()
-    late = []
-    for name, package in (("late_module", "torch.distributed.fsdp"), ("late_module_of_ours", "fsdp_c")):
-        (tmp_path / f"{name}.py").write_text(f"from {package} import FullyShardedDataParallel as FSDP\n")
-        late.append(importlib.import_module(name))
+    late = [importlib.import_module(name) for name in sources]
     assert [module.FSDP for module in late] == [fsdp_c.FullyShardedDataParallel] * 2
     fsdp_c.uninstall()
     assert [module.FSDP for module in late] == [KEPT["class"], fsdp_c.FullyShardedDataParallel]

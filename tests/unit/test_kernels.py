@@ -109,7 +109,7 @@ def test_cast_to_16_bits_around_every_tie(source: torch.dtype, target: torch.dty
 
 @pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
-@pytest.mark.parametrize("divisor", [1.0, 3.3])
+@pytest.mark.parametrize("divisor", [1.0, 4.0, 3.3])
 def test_accumulate_rounds_quotient_cast_and_sum(
     source: torch.dtype, target: torch.dtype, divisor: float
 ) -> None:
