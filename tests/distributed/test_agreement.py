@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding import agreement
+from fsdp_c.sharding.sharded_module import units_with_paths
 from tests.models import WIDTH, Net
 from tests.ranks import device, on_ranks
 from tests.training import PER_BLOCK, wrap
@@ -152,6 +153,17 @@ def test_units_over_part_of_the_ranks_may_differ(rank: int, world_size: int) -> 
     expert = nn.Sequential(nn.Linear(WIDTH, 3 + rank), nn.Linear(3 + rank, WIDTH))
     model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), wrap(expert, process_group=groups[rank])))
     model(X).sum().backward()
+
+
+@on_ranks(2)
+def test_a_group_without_peers_agrees(rank: int, world_size: int) -> None:
+    model, heard = (per_block(Net(3 + rank)) for _ in range(2))
+    garbage = [bytes([other]) * agreement.DIGEST_NBYTES for other in range(world_size)]
+    with mock.patch.object(agreement, "_gather", return_value=garbage) as gather:
+        agreement.agree(model, list(units_with_paths(model)), None)
+    assert gather.called
+    with pytest.raises(RuntimeError, match="on rank 1"):  # the plans do differ
+        agreement.agree(heard, list(units_with_paths(heard)), None)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])

@@ -625,6 +625,8 @@ def test_what_does_not_fit_is_found_before_anything_is_changed():
     with pytest.raises(CheckpointError, match="does not fit the model:\n\tmodel.0.weight is missing"):
         checkpoint.load(wider, None, path)
     checkpoint.load(wider, None, path, strict=False)
+    with pytest.raises(FileNotFoundError, match="nowhere: no such checkpoint"):
+        checkpoint.load(target, None, path.parent / "nowhere")
     with target.summon_full_params(target), pytest.raises(AssertionError, match="inside summon_full_params"):
         checkpoint.save(target, None, path)
     assert_same_tensors(before, full_model(target))

@@ -113,6 +113,12 @@ def test_replaced_reduction_makes_the_gradients(rank: int, world_size: int, stra
         step(model, rank)
     (value,) = {value for parameter in model.parameters() for value in parameter.grad.tolist()}
     assert value == pytest.approx((rank + 1.0) / model._gradient_postdivide_factor)
+    native = build("fsdp_c", strategy, use_orig_params=False)
+    for one in (model, native):  # no longer replaced
+        one.zero_grad()
+        step(one, rank)
+    for one, other in zip(model.parameters(), native.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 # ----------------------------------------------------------------- order

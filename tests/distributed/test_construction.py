@@ -22,13 +22,16 @@ def own_model(rank: int) -> nn.Module:
     return model
 
 
+@both_views
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 @on_ranks(4)
-def test_sync_module_states_gives_all_ranks_the_values_of_rank_0(rank: int, strategy: str) -> None:
+def test_sync_module_states_gives_all_ranks_the_values_of_rank_0(
+    rank: int, strategy: str, use_orig_params: bool
+) -> None:
     mesh = dist.device_mesh.init_device_mesh(device().type, (2, 2) if strategy == "HYBRID_SHARD" else (4,))
     policy = ModuleWrapPolicy({nn.Sequential})
     options = {"auto_wrap_policy": policy, "device_mesh": mesh, "sync_module_states": True}
-    model = wrap(own_model(rank), strategy=strategy, **options)
+    model = wrap(own_model(rank), strategy=strategy, use_orig_params=use_orig_params, **options)
     for unit in FSDP.fsdp_modules(model):
         flat_param = unit._flat_param
         held = flat_param.numel() - flat_param._shard_numel_padded

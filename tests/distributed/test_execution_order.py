@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c.compat._runtime_utils import _post_backward_final_callback
+from tests.collectives import ALL_GATHER
 from tests.distributed.test_collectives import calls
 from tests.models import WIDTH
 from tests.ranks import all_strategies, both_views, on_ranks
@@ -100,6 +102,17 @@ def test_the_first_iteration_compares_each_unit_before_its_gather(world_size: in
         step(model, "left", "right")
     assert first == [world_size, world_size, UNIT, world_size, world_size, UNIT, UNIT, UNIT]
     assert world_size not in gathered(seen)[len(first) :]
+
+
+@on_ranks(2)
+def test_replaced_all_gather_that_fills_nothing_raises_no_order_error() -> None:
+    def send_nothing(output: Tensor, *args: Any, **kwargs: Any) -> None:
+        if output.is_floating_point():
+            output.zero_()
+
+    model = checked()
+    with mock.patch.object(dist, ALL_GATHER, send_nothing):
+        step(model, "left", "right")
 
 
 # ------------------------------------------------------------------ against the first iteration

@@ -94,12 +94,13 @@ def test_the_next_unit_is_gathered_beside_this_one(use_orig_params):
 @on_ranks(2)
 def test_what_is_sent_has_the_dtype_that_is_asked_for():
     model = stack(use_orig_params=True)
+    before = saved(model, FULL)
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1.0)  # edits between steps are seen
     found, seen = gathers(model, dtype=torch.bfloat16)
-    for name, value in saved(model, FULL).items():
-        assert same_bits(found[name], value.bfloat16()), name
+    for name, value in before.items():
+        assert same_bits(found[name], (value + 1.0).bfloat16()), name
     numel = sum(value.numel() for value in found.values())
     assert 2 * numel <= sum(seen) <= 2 * numel + 64 * len(seen)
 

@@ -5,7 +5,6 @@ refused before any change. Compared with the plain module: both ranks have the s
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,17 +19,14 @@ from torch.nn.utils import parametrizations, prune
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests import training
-from tests.distributed.test_reshard import full
-from tests.models import WIDTH
+from tests.distributed.test_reshard import LARGE, WIDTH, batch, full
 from tests.ranks import all_strategies, both_views, on_ranks
 
-batch = functools.partial(training.batch, 0, dtype=torch.float64)
 
-
-def plain() -> nn.Sequential:
+def plain(width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(3)
-    unit = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), unit, nn.Linear(WIDTH, 2)).double()
+    unit = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+    return nn.Sequential(nn.Linear(width, width), unit, nn.Linear(width, 2)).double()
 
 
 def wrap(module: nn.Module, strategy: str = "FULL_SHARD", **arguments: Any) -> FSDP:
@@ -38,15 +34,15 @@ def wrap(module: nn.Module, strategy: str = "FULL_SHARD", **arguments: Any) -> F
     return training.wrap(module, strategy=strategy, auto_wrap_policy=policy, **arguments)
 
 
-def evaluated(model: nn.Module) -> Tensor:
+def evaluated(model: nn.Module, width: int = WIDTH) -> Tensor:
     with torch.no_grad():
-        return model(batch()).double()
+        return model(batch(width=width)).double()
 
 
-def train(model: nn.Module, steps: int = 1) -> None:
+def train(model: nn.Module, steps: int = 1, width: int = WIDTH) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     for _ in range(steps):
-        model(batch()).double().square().mean().backward()
+        model(batch(width=width)).double().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -272,20 +268,22 @@ AVERAGES: list[Callable[[nn.Module], Callable[[], None]]] = [
 ]
 
 
-def compare_average(put_in: Callable[[nn.Module], Callable[[], None]], **arguments: Any) -> None:
+def compare_average(
+    put_in: Callable[[nn.Module], Callable[[], None]], width: int = WIDTH, **arguments: Any
+) -> None:
     """An evaluation with halved weights between training steps, twice."""
-    model, expected = wrap(plain(), **arguments), plain()
+    model, expected = wrap(plain(width), **arguments), plain(width)
     rtol = 1e-2 if arguments.get("mixed_precision") else 1e-9
     for _ in range(2):
         results = []
         for one in (model, expected):
-            train(one)
+            train(one, width=width)
             before = full(one)
             restore = put_in(one)
-            results.append(evaluated(one))
+            results.append(evaluated(one, width))
             restore()
             torch.testing.assert_close(full(one), before, rtol=0, atol=0)
-            results.append(evaluated(one))
+            results.append(evaluated(one, width))
         torch.testing.assert_close(results[0], results[2], rtol=rtol, atol=rtol)
         torch.testing.assert_close(results[1], results[3], rtol=rtol, atol=rtol)
     torch.testing.assert_close(full(model), full(expected), rtol=rtol, atol=rtol)
@@ -300,11 +298,12 @@ def test_an_evaluation_of_averaged_weights_leaves_the_weights(strategy: str) -> 
 
 
 @on_ranks(2)
-def test_averaged_weights_in_low_precision_and_with_offload() -> None:
+def test_averaged_weights_in_low_precision_with_offload_and_in_large_units() -> None:
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for put_in in AVERAGES:
         compare_average(put_in, mixed_precision=low)
         compare_average(put_in, cpu_offload=CPUOffload(True))
+    compare_average(assign_data, width=LARGE)
 
 
 @both_views

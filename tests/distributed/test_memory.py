@@ -122,9 +122,10 @@ def test_a_dropped_model_that_knows_itself_gives_its_storage_back(use_orig_param
     assert meter.live() == 0
 
 
+@both_views
 @on_ranks(2)
-def test_backward_of_a_freed_model_is_refused() -> None:
-    model = wrap(nn.Linear(WIDTH, WIDTH))
+def test_backward_of_a_freed_model_is_refused(use_orig_params: bool) -> None:
+    model = wrap(nn.Linear(WIDTH, WIDTH), use_orig_params=use_orig_params)
     model.module.register_forward_hook(lambda module, args, output: NOT_SEARCHED.append(output))
     model.module.register_forward_hook(lambda module, args, output: lambda: NOT_SEARCHED.pop())
     output = model(BATCH)

@@ -151,12 +151,14 @@ class BrokenWork:
         raise Trouble("while waiting")
 
 
+@both_views
 @on_ranks(2)
-def test_all_units_are_reset_when_a_prefetch_failed() -> None:
+def test_all_units_are_reset_when_a_prefetch_failed(use_orig_params: bool) -> None:
     """Two units are prefetched when the first layer raises, and the first prefetch has failed."""
     before = settled_nbytes()
     net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-    model = wrap(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), forward_prefetch=True)
+    options = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "use_orig_params": use_orig_params}
+    model = wrap(net, forward_prefetch=True, **options)
     x = torch.ones(2, WIDTH)
     model(x).sum().backward()
     model._exec_order_data._forward_prefetch_limit = 2

@@ -101,9 +101,9 @@ def plain(kind: str) -> Model:
 
 
 def wrapped(kind: str, use_orig_params: bool, split: bool = True, **arguments: Any) -> FSDP:
-    arguments |= {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": use_orig_params}
+    arguments = {"auto_wrap_policy": ModuleWrapPolicy({Block})} | arguments
     with split_frozen() if split else nullcontext():
-        return wrap(plain(kind), **arguments)
+        return wrap(plain(kind), use_orig_params=use_orig_params, **arguments)
 
 
 def batch(rank: int, step: int) -> Tensor:

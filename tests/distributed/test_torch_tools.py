@@ -47,9 +47,9 @@ def in_place(way: str) -> Iterator[Any]:
         gc.collect()
 
 
-def wrapped(fsdp: Any, module: nn.Module | None = None, **options: Any) -> Any:
+def wrapped(fsdp: Any, module: nn.Module | None = None) -> Any:
     torch.manual_seed(3)
-    options = {"use_orig_params": True, "auto_wrap_policy": PER_BLOCK, "device_id": device()} | options
+    options = {"use_orig_params": True, "auto_wrap_policy": PER_BLOCK, "device_id": device()}
     return fsdp(module or Net(2), **options)
 
 

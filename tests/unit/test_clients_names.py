@@ -6,6 +6,7 @@ functions that stay torch's own work on our units.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pickle
 import re
@@ -166,6 +167,9 @@ def test_small_methods_of_a_unit(use_orig_params: bool) -> None:
     assert model._mixed_precision_enabled_for_buffers()
     assert not nested()._mixed_precision_enabled_for_buffers()
     assert not model._low_precision_hook_enabled()
+    other = nested()
+    other.register_comm_hook(None, functools.partial(bf16_compress_hook))  # known by identity
+    assert not other._low_precision_hook_enabled()
     model.register_comm_hook(None, bf16_compress_hook)
     assert model._low_precision_hook_enabled()
     model(torch.ones(2, 3))
