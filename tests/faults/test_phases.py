@@ -157,6 +157,7 @@ def test_out_of_memory_names_rank_unit_and_remedy(
 
 ON_SIGNAL = """
 import os, signal, sys
+import fsdp_c
 from torch import nn
 import torch, torch.distributed as dist
 from tests.collectives import init_fake_group
