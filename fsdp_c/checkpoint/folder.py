@@ -150,9 +150,9 @@ def is_complete(folder: Path) -> bool:
         return False
     with contextlib.suppress(CheckpointError):
         footer = read_footer(folder)
-        return footer is None or all(
-            (folder / footer.data / name).exists() for name in footer.files if name != LAYOUT
-        )
+        if footer is None:
+            return True
+        return all((folder / footer.data / name).exists() for name in footer.files if name != LAYOUT)
     return False
 
 
@@ -438,10 +438,15 @@ def _remove(data: Path) -> None:
 # ----------------------------------------------------------------- sibling checkpoints: runs/lm/step-000200
 
 
-def _split_name(name: str) -> tuple[str, int, str] | None:
-    """Return the last number in a name, with the text before and after it."""
-    found = re.fullmatch(r"(.*?)([0-9]+)([^0-9]*)", name)
-    return (found[1], int(found[2]), found[3]) if found and not name.startswith(".") else None
+class _Name(NamedTuple):
+    before: str
+    number: int
+    after: str
+
+    @classmethod
+    def of(cls, name: str) -> _Name | None:
+        found = re.fullmatch(r"(.*?)([0-9]+)([^0-9]*)", name)
+        return cls(found[1], int(found[2]), found[3]) if found and not name.startswith(".") else None
 
 
 def latest(folder: StrPath) -> Path | None:
@@ -453,7 +458,7 @@ def latest(folder: StrPath) -> Path | None:
     """
     check_path(folder)
     try:
-        found = [(name[1], path) for path in Path(folder).iterdir() if (name := _split_name(path.name))]
+        found = [(name.number, path) for path in Path(folder).iterdir() if (name := _Name.of(path.name))]
     except FileNotFoundError:
         return None
     return next((path for _, path in sorted(found, reverse=True) if is_complete(path)), None)
@@ -465,7 +470,7 @@ def check_keep(path: Path, keep: int | None) -> None:
         return
     if keep < 1:
         raise ValueError(f"keep={keep} would remove the checkpoint that is saved. Pass 1 or more, or None")
-    if _split_name(path.name) is None:
+    if _Name.of(path.name) is None:
         raise ValueError(
             f"keep={keep}: {path} has no number in its name, by which older checkpoints are found. "
             "Choose a name such as step-100"
@@ -478,20 +483,20 @@ def remove_older(path: Path, keep: int) -> None:
     Only siblings whose names differ from its name in the last number are considered. Warns if one cannot be
     removed.
     """
-    own = _split_name(path.name)
+    own = _Name.of(path.name)
     assert own is not None
     others = []
     for each in path.parent.iterdir():
-        name = _split_name(each.name)
-        if name and name[::2] == own[::2] and each != path and each.is_dir():
-            others.append((name[1], each))
+        name = _Name.of(each.name)
+        if name and (name.before, name.after) == (own.before, own.after) and each != path and each.is_dir():
+            others.append((name.number, each))
     kept = 1
     for number, each in sorted(others, reverse=True):
         try:
             if is_complete(each) and kept < keep:
                 kept += 1
             # an incomplete one with a larger number may be another job's save
-            elif is_complete(each) or number < own[1]:
+            elif is_complete(each) or number < own.number:
                 if _data_in(each) or _files_of_torch(each) or (each / LOCK).exists():
                     remove_checkpoint(each)
         except (CheckpointError, OSError) as error:
