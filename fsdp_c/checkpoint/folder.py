@@ -480,15 +480,16 @@ def check_keep(path: Path, keep: int | None) -> None:
 def remove_older(path: Path, keep: int) -> None:
     """Remove all but ``keep`` checkpoints: ``path`` and those with the largest numbers.
 
-    Only siblings whose names differ from its name in the last number are considered. Warns if one cannot be
-    removed.
+    Only siblings whose names differ from its name in the last number are considered, links to folders
+    excepted. Warns if one cannot be removed.
     """
     own = _Name.of(path.name)
     assert own is not None
     others = []
     for each in path.parent.iterdir():
         name = _Name.of(each.name)
-        if name and (name.before, name.after) == (own.before, own.after) and each != path and each.is_dir():
+        is_folder = each != path and each.is_dir() and not each.is_symlink()
+        if name and (name.before, name.after) == (own.before, own.after) and is_folder:
             others.append((name.number, each))
     kept = 1
     for number, each in sorted(others, reverse=True):

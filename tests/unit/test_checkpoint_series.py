@@ -45,6 +45,8 @@ def test_a_checkpoint_of_which_a_file_is_missing_is_not_the_latest(tmp_path: Pat
 @pytest.mark.parametrize("background", [False, True])
 def test_the_last_are_kept_and_nothing_else_is_touched(tmp_path: Path, background: bool) -> None:
     save(tmp_path / "best-1")
+    save(tmp_path / "elsewhere" / "step")
+    (tmp_path / "step-1").symlink_to("elsewhere/step")
     (tmp_path / "step-0").mkdir()
     (tmp_path / "step-0" / "model.safetensors").write_text("somebody else's")
     for step in (8, 9, 10, 11):
@@ -52,7 +54,8 @@ def test_the_last_are_kept_and_nothing_else_is_touched(tmp_path: Path, backgroun
         if step == 9:
             (tmp_path / "step-9" / "notes").write_text("mine")
     save(tmp_path / "step-12", keep=2)
-    assert names(tmp_path) == ["best-1", "step-0", "step-11", "step-12", "step-9"]
+    assert names(tmp_path) == ["best-1", "elsewhere", "step-0", "step-1", "step-11", "step-12", "step-9"]
+    assert folder.is_complete(tmp_path / "step-1")
     assert names(tmp_path / "step-9") == ["notes"] and names(tmp_path / "step-0") == ["model.safetensors"]
 
 
