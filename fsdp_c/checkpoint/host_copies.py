@@ -62,11 +62,16 @@ class HostCopies:
 
     @torch.no_grad()
     def start(
-        self, flat: StateDict, paths: dict[str, PathInDict], params: Iterable[tuple[str, Tensor]]
+        self,
+        flat: StateDict,
+        paths: dict[str, PathInDict],
+        params: Iterable[tuple[str, Tensor]],
+        optim_key: str | None,
     ) -> StateDict:
         """Return ``flat`` with copies of all tensors, and other values pickled.
 
-        ``params``: the units' parameters as seen by the script.
+        ``params``: the units' parameters as seen by the script. ``optim_key``: top-level key of the optimizer's
+        state, None without an optimizer.
         """
         copies: StateDict = dict.fromkeys(flat)
         sources = []
@@ -88,7 +93,9 @@ class HostCopies:
         self._watched, self._written = {}, []
         if on_device:
             self._watch(params)
-        streams = {self._copy(storage, memory, paths): storage.content.device for storage in on_device}
+        streams = {
+            self._copy(storage, memory, paths, optim_key): storage.content.device for storage in on_device
+        }
         # one call, after the Python part: the copy evicts all caches
         dtypes = {one.tensor.dtype for storage in storages for one in storage.sources}
         views = {dtype: memory.view(dtype) for dtype in dtypes}
@@ -134,16 +141,21 @@ class HostCopies:
         nbytes = storages[-1].at + _align(storages[-1].content.nbytes) if storages else 0
         if self.memory is None or self.memory.nbytes < nbytes or (pinned and not self.memory.is_pinned()):
             self.memory = None  # freed before a larger one is allocated
-            self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            with torch.inference_mode(False):  # later saves write to it outside of inference mode too
+                self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self.memory
 
-    def _copy(self, storage: _Storage, memory: Tensor, paths: dict[str, PathInDict]) -> Any:
+    def _copy(
+        self, storage: _Storage, memory: Tensor, paths: dict[str, PathInDict], optim_key: str | None
+    ) -> Any:
         """Copy a device's storage. Return the stream of the copy."""
         device = storage.content.device
         module = torch.get_device_module(device)
         stream = module.current_stream(device)
-        if all(_is_of_training(one, paths[one.key]) for one in storage.sources):
-            self._watch((one.key, one.tensor) for one in storage.sources if _is_of_optimizer(paths[one.key]))
+        each = [(one, paths[one.key][0]) for one in storage.sources]
+        # an optimizer is the next writer
+        if all(key == optim_key or (isinstance(one.value, RangeTensor) and key != EXTRA) for one, key in each):
+            self._watch((one.key, one.tensor) for one, key in each if key == optim_key)
             own = self._streams.get(device) or module.Stream(device)
             self._streams[device] = own
             own.wait_stream(stream)
@@ -175,16 +187,6 @@ def _is_constant(value: object) -> bool:
     return type(value) in _CONSTANTS or (
         type(value) is tuple and all(type(one) in _CONSTANTS for one in value)
     )
-
-
-def _is_of_optimizer(path: PathInDict) -> bool:
-    return path[0] != EXTRA and ("param_groups" in path or "state" in path)
-
-
-def _is_of_training(source: _Source, path: PathInDict) -> bool:
-    """Return True if an optimizer is the next writer."""
-    is_param = isinstance(source.value, RangeTensor) and path[0] != EXTRA
-    return is_param or _is_of_optimizer(path)
 
 
 def _align(nbytes: int) -> int:

@@ -22,6 +22,7 @@ from fsdp_c.checkpoint.folder import (
     StrPath,
     absolute_path,
     check_keep,
+    check_path,
     check_target,
     new_data_folder,
     remove_older,
@@ -103,7 +104,7 @@ def save(
         _write(path, target, collect, ranks, keep)
         return BackgroundSave(f"saving {target}")
     beside = RankGroup(in_background.gloo_group(own_group) if ranks.is_distributed else None)
-    copies = _start_copies(collect, model)
+    copies = _start_copies(collect, model, None if optimizer is None else optim_key)
     return in_background.start(f"saving {target}", lambda: _write(path, target, copies, beside, keep))
 
 
@@ -114,7 +115,8 @@ def _write(
     with ExitStack() as stack:
 
         def prepare() -> tuple[_State, Path | None]:
-            check_target(path)
+            check_path(path)
+            check_target(target)  # ``path`` may be relative to a working directory that has changed
             return collect(), stack.enter_context(new_data_folder(target)) if ranks.is_first else None
 
         (state, _), prepared = ranks.agree(what, prepare, lambda own: (own[1], own[0].units))
@@ -156,15 +158,25 @@ def _collect_state(
     state: StateDict = {model_key: own} if model_key else own
     if optimizer is not None:
         of_optimizer = optim_state(model, optimizer)
-        state[optim_key] = {
+        values = {
             "state": {fqn: _plain_values(values) for fqn, values in of_optimizer["state"].items()},
             "param_groups": [_plain_values(group) for group in of_optimizer["param_groups"]],
         }
+        _add(state, optim_key, values)
     if extra is not None:
         if not isinstance(extra, dict):
             raise TypeError(f"extra: expected a dict, got {type(extra).__name__}")
-        state[EXTRA] = _plain_values(map_tensors(EXTRA, extra, whole_value))
+        _add(state, EXTRA, _plain_values(map_tensors(EXTRA, extra, whole_value)))
     return _State(*flatten_state_dict(state), partly_held_units(model, world_size))
+
+
+def _add(state: StateDict, key: str, values: StateDict) -> None:
+    if key in state:
+        raise ValueError(
+            f"the key {key!r} is used twice in the checkpoint: give the model, the optimizers and extra "
+            "different keys, by model_key= and optim_key="
+        )
+    state[key] = values
 
 
 _claimed: set[Path] = set()
@@ -181,12 +193,14 @@ def _claim_path(target: Path, group: dist.ProcessGroup) -> None:
     _claimed.add(target)
 
 
-def _start_copies(collect: Callable[[], _State], model: nn.Module) -> Callable[[], _State]:
+def _start_copies(
+    collect: Callable[[], _State], model: nn.Module, optim_key: str | None
+) -> Callable[[], _State]:
     """Start the copies. Return a function that waits for them, or raises their error, in another thread."""
     state_or_error: Future[_State] = Future()
     try:
         state = collect()
-        copies = _host_copies.start(state.values, state.paths, visible_params(model))
+        copies = _host_copies.start(state.values, state.paths, visible_params(model), optim_key)
         state_or_error.set_result(state._replace(values=copies))
     except Exception as error:
         state_or_error.set_exception(error)

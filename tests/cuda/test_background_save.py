@@ -125,12 +125,15 @@ def test_without_the_optimizers_wait_the_copy_is_a_race(tmp_path: Path, is_left_
 def test_extra_tensors_may_be_written_right_after_a_background_save(tmp_path: Path) -> None:
     model, optimizer = made()
     extra = {"state": torch.ones(WIDTH, device="cuda")}  # a key as in an optimizer's state dict
+    model.register_buffer("state", torch.ones(WIDTH, device="cuda"))
     with thread_held_back() as over:
         handle = checkpoint.save(model, optimizer, tmp_path / "ckpt", extra=extra, background=True)
         extra["state"].zero_()
+        model.get_buffer("state").zero_()
         over.set()
         handle.wait()
-    assert torch.equal(checkpoint.load(model, optimizer, tmp_path / "ckpt")["state"].cpu(), torch.ones(WIDTH))
+    found = checkpoint.load(model, optimizer, tmp_path / "ckpt")["state"], model.get_buffer("state")
+    assert all(torch.equal(one.cpu(), torch.ones(WIDTH)) for one in found)
 
 
 def written(model: FSDP, optimizer: torch.optim.Optimizer, how: str) -> None:

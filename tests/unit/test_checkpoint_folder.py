@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,18 @@ from unittest import mock
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from fsdp_c.checkpoint import CheckpointError, cli, contents, folder, layout_file, loading, saving, storage
+from fsdp_c import checkpoint
+from fsdp_c.checkpoint import (
+    BackgroundSave,
+    CheckpointError,
+    cli,
+    contents,
+    folder,
+    layout_file,
+    loading,
+    saving,
+    storage,
+)
 from tests.checkpoints import loaded_version as loaded
 from tests.checkpoints import model_of, save, torch_save
 from tests.processes import as_nobody
@@ -107,6 +119,19 @@ def test_a_path_is_followed_as_the_system_does_it(tmp_path: Path, monkeypatch: p
     save(".", 9)
     assert loaded(".") == loaded(tmp_path / "link") == 9
     assert sorted(os.listdir(tmp_path)) == ["far", "link"]
+
+
+def test_a_background_save_goes_where_its_path_led_at_the_call(tmp_path: Path, monkeypatch: Any) -> None:
+    over, run = threading.Event(), BackgroundSave._run
+    (tmp_path / "run").write_text("a file")
+    (tmp_path / "one").mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    with mock.patch.object(BackgroundSave, "_run", lambda own: (over.wait(600), run(own))):
+        handle = checkpoint.save(*model_of(1), "run", extra={"version": 1}, background=True)
+    monkeypatch.chdir(tmp_path)
+    over.set()
+    handle.wait()
+    assert loaded(tmp_path / "one" / "run") == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork with threads warns; the threads are idle

@@ -35,7 +35,7 @@ def test_host_copies_equal_the_values_of_any_dtype_and_layout() -> None:
     }
     expected = {key: value.clone() for key, value in flat.items() if isinstance(value, torch.Tensor)}
     host = HostCopies()
-    copies = host.start(flat, {key: (key,) for key in flat}, [])
+    copies = host.start(flat, {key: (key,) for key in flat}, [], optim_key=None)
     for value in flat.values():
         if isinstance(value, RangeTensor):
             value.local.zero_()
