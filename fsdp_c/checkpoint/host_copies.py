@@ -154,7 +154,9 @@ class HostCopies:
         stream = module.current_stream(device)
         each = [(one, paths[one.key][0]) for one in storage.sources]
         # an optimizer is the next writer
-        if all(key == optim_key or (isinstance(one.value, RangeTensor) and key != EXTRA) for one, key in each):
+        if all(
+            key == optim_key or (isinstance(one.value, RangeTensor) and key != EXTRA) for one, key in each
+        ):
             self._watch((one.key, one.tensor) for one, key in each if key == optim_key)
             own = self._streams.get(device) or module.Stream(device)
             self._streams[device] = own

@@ -383,8 +383,9 @@ class OptimTarget:
     def _common_value(self, keys: list[str]) -> object:
         """Return the value for a flat parameter. Raise ValueError unless all original parameters have the same."""
         values = [self.values[key] for key in keys]
-        for key, other in zip(keys, values, strict=True):
-            if type(other) is not type(values[0]) or not bool(other == values[0]):
+        for key, other in zip(keys[1:], values[1:], strict=True):
+            is_same = other == values[0] or (other != other and values[0] != values[0])  # NaN is NaN
+            if type(other) is not type(values[0]) or not is_same:
                 raise ValueError(
                     f"All parameters of one flat parameter must have the same optimizer state: {keys[0]} is "
                     f"{values[0]}, {key} is {other}; load with use_orig_params=True"
@@ -445,8 +446,10 @@ class OptimTarget:
                     "groups as they were saved. A flat parameter is in one group: for several, load "
                     "with use_orig_params=True"
                 )
-            if matching and matching[0] is not None:
-                yield group, {name: value for name, value in matching[0].items() if name != "params"}
+            found = matching[0] if fqns else others
+            # a group without parameters is found by its position, if no parameter was saved in it either
+            if found is not None and (fqns or not found.get("params")):
+                yield group, {name: value for name, value in found.items() if name != "params"}
 
     # ------------------------------------------------------------- update of the optimizer
 

@@ -36,9 +36,16 @@ _DATA = b"archive/data/0"
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """Return the bytes of a dense CPU tensor, without a copy. The view keeps the tensor alive."""
+    """Return the bytes of a dense CPU tensor, without a copy. The view keeps the tensor alive.
+
+    Raises NotImplementedError for a tensor without memory of its own.
+    """
     if not tensor.nbytes:
         return memoryview(b"")
+    if not tensor.data_ptr():
+        raise NotImplementedError(
+            f"{type(tensor).__name__} is a tensor of tensors. Save its component tensors"
+        )
     data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     data.owner = tensor  # type: ignore[attr-defined]  # keeps the memory alive
     return memoryview(data).cast("B")

@@ -247,7 +247,7 @@ def _group_jobs(parts: Iterable[_Part]) -> Iterator[tuple[int, list[_Part]]]:
 
 def _can_read_into(chunk: Chunk, dtype: torch.dtype, target: Tensor) -> bool:
     """Return True if a target is all of a chunk, with the memory layout of the file."""
-    if tuple(target.shape) != chunk.sizes:
+    if tuple(target.shape) != chunk.sizes or not target.data_ptr():
         return False
     if target.device.type != "cpu" or target.dtype != dtype or target.is_conj() or target.is_neg():
         return False

@@ -5,6 +5,7 @@ the error names.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from contextlib import nullcontext
 from typing import Any
@@ -22,7 +23,7 @@ from fsdp_c.checkpoint.storage import read_checkpoint
 from tests.checkpoints import ExtraState
 from tests.distributed.test_checkpoint import flipped, folder_of_ranks
 from tests.distributed.test_sharded_state_dict import wrap
-from tests.ranks import device, device_type, on_ranks
+from tests.ranks import both_views, device, device_type, on_ranks
 
 
 class Own(ExtraState, nn.Linear):
@@ -132,6 +133,22 @@ def test_names_that_resemble_extra_state_and_extra_are_the_models(tmp_path):
     del other["extra"]
     with pytest.raises(CheckpointError, match="model.extra.weight is unexpected"):
         checkpoint.load(other, None, tmp_path)
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    for options in ({"model_key": "a", "optim_key": "a"}, {"model_key": "extra", "extra": {"step": 1}}):
+        with pytest.raises(ValueError, match="the key '(a|extra)' is used twice"):
+            checkpoint.save(one, optimizer, tmp_path / "twice", **options)
+
+
+@both_views
+@on_ranks(2)
+def test_numbers_that_are_not_a_number_are_loaded(use_orig_params):
+    model, optimizer, _ = made(1)
+    for state in filter(None, optimizer.state.values()):
+        state["rms"] = torch.tensor(math.nan)
+    path = saved(model, optimizer)
+    model, optimizer, _ = made(2, use_orig_params=use_orig_params)
+    checkpoint.load(model, optimizer, path)
+    assert all(math.isnan(state["rms"]) for state in optimizer.state.values())
 
 
 @on_ranks(2)

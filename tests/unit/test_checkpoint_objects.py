@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import ShardingStrategy
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, objects
@@ -224,6 +225,32 @@ def test_a_tensor_that_is_no_array_of_numbers_is_refused_by_name(kind, tmp_path)
     ):
         checkpoint.save(*model({"a": NO_ARRAYS[kind]}), tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_of_tensors_is_refused_by_name_and_loaded_into(tmp_path):
+    own, two = nn.Linear(2, 2), TwoTensor(torch.ones(2), torch.ones(2))
+    with pytest.raises(CheckpointError, match="extra.a: TwoTensor is a tensor of tensors"):
+        checkpoint.save(own, None, tmp_path, extra={"a": two})
+    own.register_buffer("of_two", two)
+    with pytest.raises(CheckpointError, match="model.of_two: TwoTensor is a tensor of tensors"):
+        checkpoint.save(own, None, tmp_path, background=True).wait()
+    own.of_two = torch.zeros(2)
+    checkpoint.save(own, None, tmp_path)
+    own.of_two = two
+    checkpoint.load(own, None, tmp_path)
+    assert not two.a.any() and not two.b.any()
+
+
+def test_a_group_without_parameters_is_loaded(tmp_path):
+    own = nn.Linear(2, 2)
+
+    def optimizer(lr):
+        return torch.optim.SGD([{"params": [*own.parameters()]}, {"params": [], "lr": 2 * lr}], lr=lr)
+
+    checkpoint.save(own, optimizer(0.5), tmp_path)
+    other = optimizer(0.1)
+    checkpoint.load(own, other, tmp_path)
+    assert [group["lr"] for group in other.param_groups] == [0.5, 1.0]
 
 
 def test_mapping_files_by_default_is_no_matter(tmp_path):
