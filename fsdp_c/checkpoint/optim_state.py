@@ -86,8 +86,11 @@ def optim_state(model: nn.Module, optimizer: Optimizers) -> StateDict:
     other optimizers over shards nested state or state of another shape.
     """
     merged: StateDict = {"state": {}, "param_groups": []}
-    for one in as_list(optimizer):
-        of_one = _state_of_one(model, one)
+    optimizers = as_list(optimizer)
+    # collective: before errors that only one rank may have
+    held = [one.sharded_state() if isinstance(one, WholeParameters) else None for one in optimizers]
+    for one, sharded in zip(optimizers, held, strict=True):
+        of_one = _state_of_one(model, one, sharded)
         merged["state"].update(of_one["state"])
         merged["param_groups"] += of_one["param_groups"]
     names = [name for group in merged["param_groups"] for name in group["params"]]
@@ -99,11 +102,12 @@ def optim_state(model: nn.Module, optimizer: Optimizers) -> StateDict:
     return merged
 
 
-def _state_of_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
+def _state_of_one(
+    model: nn.Module, optimizer: torch.optim.Optimizer, sharded: dict[Tensor, ParamState] | None
+) -> StateDict:
     groups = _params_of(model, optimizer)
     _refuse_shared(optimizer)
-    sharded_state = getattr(optimizer, "sharded_state", None)  # method of WholeParameters
-    held = sharded_state() if sharded_state else optimizer.state
+    held = optimizer.state if sharded is None else sharded
     state: dict[str, ParamState] = {}
     for param, known in (each for group in groups for each in group):
         for name, value in dequantized(optimizer, held.get(param, {}), torch.device("cpu")).items():

@@ -95,10 +95,11 @@ def save(
         )
 
     def collect() -> _State:
+        own = extra if ranks.is_first else None
+        state = _collect_state(model, optimizer, own, model_key, optim_key, count, waits=not background)
         if process_group is None and own_group is not None and ranks.is_first:
             _claim_path(target, own_group)
-        own = extra if ranks.is_first else None
-        return _collect_state(model, optimizer, own, model_key, optim_key, count, waits=not background)
+        return state
 
     if not background:
         _write(path, target, collect, ranks, keep)
@@ -115,9 +116,10 @@ def _write(
     with ExitStack() as stack:
 
         def prepare() -> tuple[_State, Path | None]:
+            state = collect()
             check_path(path)
             check_target(target)  # ``path`` may be relative to a working directory that has changed
-            return collect(), stack.enter_context(new_data_folder(target)) if ranks.is_first else None
+            return state, stack.enter_context(new_data_folder(target)) if ranks.is_first else None
 
         (state, _), prepared = ranks.agree(what, prepare, lambda own: (own[1], own[0].units))
         contested = contested_params(state.units, (units for _, units in prepared))
@@ -154,10 +156,11 @@ def _collect_state(
     waits: bool,
 ) -> _State:
     """Return the values to save. ``world_size``: number of ranks that save."""
+    # perhaps collective: before errors that only one rank may have
+    of_optimizer = None if optimizer is None else optim_state(model, optimizer)
     own = _plain_values(_model_state(model, as_saved=True, waits=waits))
     state: StateDict = {model_key: own} if model_key else own
-    if optimizer is not None:
-        of_optimizer = optim_state(model, optimizer)
+    if of_optimizer is not None:
         values = {
             "state": {fqn: _plain_values(values) for fqn, values in of_optimizer["state"].items()},
             "param_groups": [_plain_values(group) for group in of_optimizer["param_groups"]],

@@ -20,6 +20,7 @@ from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, folder
 from fsdp_c.checkpoint.folder import LAYOUT, METADATA
 from fsdp_c.checkpoint.storage import read_checkpoint
+from fsdp_c.optim import WholeParameters
 from tests.checkpoints import ExtraState
 from tests.distributed.test_checkpoint import flipped, folder_of_ranks
 from tests.distributed.test_sharded_state_dict import wrap
@@ -137,6 +138,17 @@ def test_names_that_resemble_extra_state_and_extra_are_the_models(tmp_path):
     for options in ({"model_key": "a", "optim_key": "a"}, {"model_key": "extra", "extra": {"step": 1}}):
         with pytest.raises(ValueError, match="the key '(a|extra)' is used twice"):
             checkpoint.save(one, optimizer, tmp_path / "twice", **options)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@on_ranks(2)
+def test_an_error_on_one_rank_is_raised_on_all_with_an_optimizer_that_communicates(rank, background):
+    model, _, _ = made(1)
+    optimizer = WholeParameters(model, torch.optim.AdamW)
+    error = ValueError("none here") if rank else None
+    with mock.patch.object(Own, "get_extra_state", side_effect=error):
+        with pytest.raises(CheckpointError, match="failed on rank 1: ValueError: none here"):
+            checkpoint.save(model, optimizer, folder_of_ranks(), background=background).wait()
 
 
 @both_views
