@@ -101,14 +101,23 @@ static PyObject *raise_missing_method(PyObject *context, PyObject *args) {
 static PyMethodDef raise_missing_method_def = {"raise_missing_method", raise_missing_method, METH_VARARGS,
                                                NULL};
 
-/* Return a bound method of the group, new reference. An object without the method raises at the first
- * call. */
-static PyObject *bind_method(PyObject *group, PyObject *rank, const char *name) {
-    PyObject *method = PyObject_GetAttrString(group, name);
+/* Return a bound method of the group, new reference. torch.distributed calls `newest` since 2.13, and groups
+ * written in Python override it; backends and older versions have `oldest`. */
+static PyObject *find_method(PyObject *group, const char *newest, const char *oldest) {
+    PyObject *method = PyObject_GetAttrString(group, newest);
     if (method || !PyErr_ExceptionMatches(PyExc_AttributeError))
         return method;
     PyErr_Clear();
-    OWNED *context = Py_BuildValue("(OOs)", rank, group, name);
+    return PyObject_GetAttrString(group, oldest);
+}
+
+/* Return `find_method()`. An object without the method raises at the first call. */
+static PyObject *bind_method(PyObject *group, PyObject *rank, const char *newest, const char *oldest) {
+    PyObject *method = find_method(group, newest, oldest);
+    if (method || !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return method;
+    PyErr_Clear();
+    OWNED *context = Py_BuildValue("(OOs)", rank, group, oldest);
     return context ? PyCFunction_New(&raise_missing_method_def, context) : NULL;
 }
 
@@ -126,9 +135,11 @@ int collective_group_init(struct collective_group *group, PyObject *process_grou
         group->world_size = PyLong_AsLongLong(size);
         group->rank = PyLong_AsLongLong(rank);
     }
-    if (!PyErr_Occurred() && (group->all_gather = bind_method(process_group, rank, "_allgather_base")) &&
-        (group->reduce_scatter = bind_method(process_group, rank, "_reduce_scatter_base")) &&
-        (group->all_reduce = bind_method(process_group, rank, "allreduce"))) {
+    if (!PyErr_Occurred() &&
+        (group->all_gather = bind_method(process_group, rank, "all_gather_single", "_allgather_base")) &&
+        (group->reduce_scatter =
+             bind_method(process_group, rank, "reduce_scatter_single", "_reduce_scatter_base")) &&
+        (group->all_reduce = bind_method(process_group, rank, "allreduce", "allreduce"))) {
         group->group = Py_NewRef(process_group);
         group->gather_group = Py_NewRef(process_group);
         group->scatter_group = Py_NewRef(process_group);
@@ -229,8 +240,11 @@ bool collective_can_coalesce(const struct collective_group *group) {
 
 PyObject *collective_all_gather_coalesced(const struct collective_group *group, PyObject *outputs,
                                           PyObject *inputs) {
-    return count_unfinished(PyObject_CallMethod(group->gather_group, "allgather_into_tensor_coalesced", "OOO",
-                                                outputs, inputs, gather_options));
+    OWNED *method =
+        find_method(group->gather_group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced");
+    if (!method)
+        return NULL;
+    return count_unfinished(PyObject_CallFunctionObjArgs(method, outputs, inputs, gather_options, NULL));
 }
 
 PyObject *collective_reduce_scatter(const struct collective_group *group, PyObject *output, PyObject *input) {

@@ -143,12 +143,13 @@ def _gather(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> li
     # Call the group's own method: users may monkey-patch torch.distributed's.
     own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     everyone = torch.zeros(group.size() * DIGEST_NBYTES, dtype=torch.uint8, device=device)
-    if not hasattr(group, "_allgather_base"):
+    all_gather = getattr(group, "all_gather_single", None) or getattr(group, "_allgather_base", None)
+    if all_gather is None:
         raise TypeError(
             f"rank {group.rank()}: its process group {group!r} cannot all-gather: it has no "
             "_allgather_base(). Pass a torch.distributed.ProcessGroup, or one of its backends"
         )
-    work = group._allgather_base(everyone, own)
+    work = all_gather(everyone, own)
     if work is not None:
         work.wait()
     data = bytes(everyone.tolist())

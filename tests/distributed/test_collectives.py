@@ -192,6 +192,9 @@ class Telling(NoopGroup):
         self.options.append(("RS", opts.asyncOp))
         return super()._reduce_scatter_base(output, input, opts)
 
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         self.options.append(("AR", opts.asyncOp))
         return self.broadcast(tensors)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import ShardedGradScaler, ShardingStrategy
+from fsdp_c.compat.upstream import torch_version
 from tests.ranks import both_views
 
 CPU = torch.device("cpu")
@@ -76,6 +77,27 @@ def test_raw_backend_is_a_group(tmp_path: Any) -> None:
     backend = dist.ProcessGroupGloo(dist.FileStore(str(tmp_path / "store"), 1), 0, 1)
     assert not isinstance(backend, dist.ProcessGroup)
     assert torch.equal(gradients(wrap(backend)), gradients(wrap(Summing(0, 1))))
+
+
+class InPython(dist.ProcessGroup):
+    """A group without a backend, as torch's group of threads. It transfers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+        self.calls: list[str] = []
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> None:
+        self.calls.append("all-gather")
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> None:
+        self.calls.append("reduce-scatter")
+
+
+@pytest.mark.skipif(torch_version() < (2, 13), reason="torch calls older names")
+def test_methods_that_a_group_in_python_overrides_are_called() -> None:
+    group = InPython()
+    gradients(wrap(group))
+    assert group.calls == ["all-gather"] * 5 + ["reduce-scatter"] * 2  # the first compares the ranks' plans
 
 
 def test_scaler_takes_a_double() -> None:
