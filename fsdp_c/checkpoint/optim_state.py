@@ -28,7 +28,6 @@ from fsdp_c.optim import WholeParameters
 from fsdp_c.sharding.sharded_module import units_of
 from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.state.optim_params import OptimParam, OptimParams, check_optimizer, names_of_numbers
-from fsdp_c.state.optim_saving import holds_elements
 from fsdp_c.state.quantized_state import dequantized, is_made_of_tensors, quantized, quantizes
 from fsdp_c.state.sharded_values import split_shard
 from fsdp_c.state.whole_state import WholeState
@@ -178,7 +177,7 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
     elif known.module is None:
         yield known.fqns[0], map_tensors(name, value, whole_value)
     elif not isinstance(value, Tensor) or value.dim() == 0:
-        if holds_elements(known):
+        if known.holds_elements:
             yield from ((fqn, value) for fqn in known.fqns)
     elif value.shape != param.shape:
         raise ValueError(
@@ -187,7 +186,7 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
             "own shape can be saved. Optimizers with other state need full parameters: wrap this one "
             "in fsdp_c.optim.WholeParameters"
         )
-    elif holds_elements(known):
+    elif known.holds_elements:
         yield from _sharded(known, value)
 
 
@@ -312,7 +311,7 @@ class OptimTarget:
             for fqn, states in found.items()
             if states.keys() - whole
         }
-        if not keys or (known.module is not None and not holds_elements(known)):
+        if not keys or (known.module is not None and not known.holds_elements):
             return state
         first, names = next((fqn, {*keys[fqn]}) for fqn in keys)
         absent = [  # parameters without elements may have no state

@@ -241,11 +241,10 @@ def _rekeyed(
         elif not known.is_original:
             state = _flat_state(known, states, parts, options)
         else:
-            (_, _, numel, _) = handle_of(known.module).layout.shard_ranges()[known.indices[0]]
             for name, value in states[names[0]].items():
-                if (names[0], name) in copies and numel:
+                if (names[0], name) in copies and known.holds_elements:
                     state[name] = copies[names[0], name]
-                elif numel or isinstance(value, WholeState):
+                elif known.holds_elements or isinstance(value, WholeState):
                     # every rank copies tensors of other shapes, see OptimParam.takes_any_shape
                     state[name] = _copied(value, options)
         if not state and options.named_optim is not None:
@@ -285,9 +284,11 @@ def _flat_state(
 ) -> ParamState:
     """Return the state of a flat parameter, joined from the states of its original parameters.
 
-    Missing tensors are zeros. Raises ValueError if state names, types, dtypes or scalars differ between them.
+    Missing tensors are zeros. Raises ValueError if state names, types, dtypes or scalars differ between them,
+    except for empty parameters, which an optimizer over shards never steps.
     """
-    given = {fqn: states[fqn] for fqn in known.fqns if states.get(fqn)}
+    fqns = [fqn for fqn, layout in known.layouts.items() if layout.shape.numel()] or known.fqns
+    given = {fqn: states[fqn] for fqn in fqns if states.get(fqn)}
     if not given:
         return {}
     first_fqn, first = next(iter(given.items()))
@@ -300,7 +301,7 @@ def _flat_state(
     result: ParamState = {}
     for name in first:
         values = {fqn: state[name] for fqn, state in given.items()}
-        _check_alike(known, name, values)
+        _check_alike(fqns, name, values)
         if _is_tensor(first[name]):
             result[name] = _flat_tensor(known, name, parts, dtype_of(first[name]))
         else:
@@ -314,7 +315,7 @@ def _kind(value: object) -> str:
     return "scalar tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _check_alike(known: OptimParam, name: str, values: dict[str, Any]) -> None:
+def _check_alike(fqns: Sequence[str], name: str, values: dict[str, Any]) -> None:
     """Raise ValueError for values that cannot be joined: a flat parameter has one kind and one scalar per state."""
     (first_fqn, first), *others = values.items()
     kind = _kind(first)
@@ -332,7 +333,7 @@ def _check_alike(known: OptimParam, name: str, values: dict[str, Any]) -> None:
             )
     if kind == "tensor":
         return
-    missing = [fqn for fqn in known.fqns if fqn not in values]
+    missing = [fqn for fqn in fqns if fqn not in values]
     wanted = _scalar(first)
     differing = [fqn for fqn, value in others if _scalar(value) != wanted]
     if missing or differing:

@@ -50,6 +50,20 @@ class OptimParam(NamedTuple):
         return {fqn: layouts[index] for fqn, index in zip(self.fqns, self.indices, strict=True)}
 
     @property
+    def own_numel(self) -> int:
+        """Number of elements of this rank's state."""
+        layout = handle_of(self.owner).layout
+        return layout.shard_ranges()[self.indices[0]][2] if self.is_original else layout.shard_numel
+
+    @property
+    def holds_elements(self) -> bool:
+        """False for a parameter without elements on this rank, unless it is empty on all ranks.
+
+        Some optimizers keep state of the former, with scalars that no step has updated.
+        """
+        return not self.is_original or self.own_numel > 0 or self.layout.shape.numel() == 0
+
+    @property
     def is_whole(self) -> bool:
         """True if every rank's optimizer has the original parameter in its own shape."""
         return self.is_original and not handle_of(self.owner).layout.sharded

@@ -111,11 +111,11 @@ def _agree(
     own = {
         known.name: state
         for known, state in local.items()
-        if known.module is not None and holds_elements(known)
+        if known.module is not None and known.holds_elements
     }
     mine = _RankReport(
         _described(managed, own),
-        frozenset(name for name, known in managed.items() if name not in own and _own_numel(known)),
+        frozenset(name for name, known in managed.items() if name not in own and known.own_numel),
         digest_of(repr(sorted(managed)).encode()),
         _misfit(managed, own),
     )
@@ -153,22 +153,6 @@ def _agree(
     return {managed[name]: _merged(name, held) for name in sorted(names)}
 
 
-def _own_numel(known: OptimParam) -> int:
-    """Return the number of elements of this rank's state of a parameter."""
-    layout = handle_of(known.owner).layout
-    return layout.shard_ranges()[known.indices[0]][2] if known.is_original else layout.shard_numel
-
-
-def holds_elements(known: OptimParam) -> bool:
-    """Return False for state of a parameter without elements on this rank, unless it is empty on all ranks.
-
-    Some optimizers keep such state, with scalars that no step has updated.
-    """
-    if not known.is_original or _own_numel(known):
-        return True
-    return known.layout.shape.numel() == 0
-
-
 def _misfit(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> str | None:
     """Return the error message for state whose shape differs from its parameter's, or None."""
     found = []
@@ -176,7 +160,7 @@ def _misfit(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> st
         known = managed[name]
         if known.takes_any_shape:
             continue
-        numel = _own_numel(known)
+        numel = known.own_numel
         for key, value in state.items():
             if _is_sharded(value):
                 fits = value.numel() == numel and not is_made_of_tensors(value)
@@ -199,7 +183,7 @@ def _misfit(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> st
     )
     return (
         f"optimizer state {key!r} of {name} has {shape} on rank {managed[name].owner.rank}, whose "
-        f"shard holds {_own_numel(managed[name])} elements of it, the first of {len(found)} states "
+        f"shard holds {managed[name].own_numel} elements of it, the first of {len(found)} states "
         "that do not fit: only state of the parameter's own shape can be saved. Optimizers with "
         "other state need full parameters: wrap this one in fsdp_c.optim.WholeParameters, or use "
         "ShardingStrategy.NO_SHARD with use_orig_params=True"

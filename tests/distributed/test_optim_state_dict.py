@@ -309,6 +309,26 @@ def test_training_resumes_bitwise_from_each_form_of_state(rank, use_orig_params,
 
 
 @both_views
+@on_ranks(2)
+def test_state_of_an_empty_parameter_is_kept_whatever_its_step(use_orig_params):
+    """No step over shards reaches a parameter without elements. torch cannot save one."""
+    states = []
+    for is_source in (True, False):
+        module = nn.ParameterDict({"empty": torch.empty(0, 3), "weight": torch.ones(3, 2)})
+        model = wrap(module, is_source or use_orig_params, auto_wrap_policy=None)
+        optimizer = torch.optim.Adagrad(model.parameters())
+        if is_source:
+            for param in filter(torch.numel, model.parameters()):
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        else:
+            optimizer.load_state_dict(to_load(model, optimizer, states[0]))
+        states.append(saved(model, optimizer))
+    assert list(states[0]["state"]) == list(states[1]["state"]) == ["empty", "weight"]
+    assert states[0]["state"]["weight"]["step"] == states[1]["state"]["weight"]["step"] == 1
+
+
+@both_views
 @on_ranks(4)
 def test_state_of_four_ranks_loads_on_two(rank, use_orig_params):
     model, optimizer = trained(use_orig_params, rank)
