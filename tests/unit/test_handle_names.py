@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as Upstream
@@ -115,7 +116,8 @@ def is_plain(value: Any) -> bool:
     """A value that can be compared: no object of an implementation's own, and no module."""
     if isinstance(value, (list, tuple)):
         return all(map(is_plain, value))
-    return isinstance(value, (bool, int, str, torch.dtype, torch.device, torch.Size, type(None)))
+    plain = (bool, int, str, torch.dtype, torch.device, torch.Size, dist.DebugLevel, type(None))
+    return isinstance(value, plain)
 
 
 def listed(value: Any) -> Any:
