@@ -119,6 +119,12 @@ def test_what_ranks_do_not_hold_together_is_refused_by_name(parts: list[Held | N
         merge_plans([[RankPart.of(held, [("model", "weight")])] for held in parts])
 
 
+def test_where_replicas_differ_in_their_order_in_memory_the_first_ranks_is_written() -> None:
+    whole = of_range((4, 4), 0, 16)
+    plans = [[RankPart.of(whole._replace(order=order), [("model", "weight")])] for order in (None, (1, 0))]
+    assert [[len(share) for share in rank] for rank in merge_plans(plans).shares] == [[2], []]
+
+
 def calls_of(work: Callable[[], object]) -> int:
     """Return the number of function calls in ``work``, C functions included."""
     count = 0
