@@ -116,6 +116,12 @@ def test_piece_of_another_size_is_refused(rank):
         list(redistribute([torch.zeros(3)], [source], [source], dist.group.WORLD))
 
 
+def test_a_receive_buffer_is_reused_by_a_batch_of_its_own_size():
+    buffer, like = redistribution.ReceiveBuffer(), torch.empty(0)
+    first = buffer.take(like, 4)
+    assert buffer.take(like, 4).data_ptr() == first.data_ptr()
+
+
 @pytest.mark.parametrize("shapes", [[(2, 3), ()], [(6,), (1, 1)]])
 def test_ranges_are_joined_alike_where_the_op_cannot_reach(shapes):
     sources = [torch.arange(12.0), torch.arange(5, dtype=torch.int64)]
