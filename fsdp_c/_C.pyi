@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import disjoint_base
 
 _AnyHandle = TypeVar("_AnyHandle", bound=Handle)
@@ -360,7 +359,9 @@ def bind_callbacks(
         [tuple[Any, ...], dict[str, Any], torch.device | None, torch.dtype | None],
         tuple[tuple[Any, ...], dict[str, Any]],
     ],
-    hook_inputs: Callable[[tuple[Any, ...], dict[str, Any], Callable[[], None]], RemovableHandle | None],
+    hook_inputs: Callable[
+        [tuple[Any, ...], dict[str, Any], Callable[[], None], bool], Callable[[], None] | None
+    ],
     tensors_of: Callable[[object], list[Tensor]],
     check_ddp: Callable[[Any, DistributedDataParallel], None],
     cast_buffers_for_mode: Callable[[Any], None],
@@ -377,7 +378,9 @@ def bind_callbacks(
 
     Called in a forward: ``lazy_init`` in the first one, which must bind the unit to a Runtime;
     ``convert_inputs`` if inputs are on another device or of another dtype (None: unchanged); ``hook_inputs``
-    for a frozen unit, whose hook is called once all inputs that require a gradient have theirs;
+    for a frozen unit, and for each unit at first, with a hook to be called once all inputs that require a
+    gradient have theirs, which returns a function to remove the hook. A hook with ``keeps_graph``, that of a
+    frozen unit, is also called if a backward reaches only some of the inputs;
     ``tensors_of`` for outputs other than tensors, lists, tuples and dicts; ``check_ddp`` before a root's
     first forward inside a DistributedDataParallel; ``cast_buffers_for_mode`` with full_precision_in_eval,
     before a forward of the root; ``warn_of_units_without_gradient`` once per root, with the names of units

@@ -15,11 +15,12 @@
  * nested backward delivers the gradients of that part and runs the anchor's hook, but the outer backward
  * still reads the parameters and delivers the other gradients. The nested gradients are therefore accumulated
  * as under no_sync, and the outer backward's hook reduces and reshards. If the outer backward does not run
- * the anchor, because all of the module is checkpointed, the nested hook reduces at once.
+ * the anchor, because all trained parts of the module are checkpointed, the unit waits for the gradients of
+ * its inputs, which follow its last part. A unit without such inputs waits for the end of the backward.
  *
- * torch_will_execute() distinguishes the two cases. Autograd is queried in the first backward of a unit, and
- * in later ones once a nested backward was seen. Gradients that are still unreduced at the end of the
- * backward are reduced there. */
+ * torch_will_execute() distinguishes the two cases. Autograd is queried and inputs are hooked in the first
+ * step of a unit, and in later ones once a nested backward was seen. Gradients that are still unreduced at
+ * the end of the backward are reduced there. */
 
 /* ---- flat parameters in the graph ---- */
 
@@ -221,8 +222,11 @@ static int post_backward_with_gradients(struct unit *unit) {
         return -1;
     nesting->nested = nesting->nested || current != nesting->graph_task;
     nesting->can_nest = nesting->nested;
-    if (current == nesting->graph_task || !nesting->anchor_will_run)
+    if (current == nesting->graph_task)
         return unit->optional.reached && optional_reduce(unit) < 0 ? -1 : post_backward(unit);
+    nesting->waits = !nesting->anchor_will_run;
+    if (nesting->waits)
+        return 0;
     /* The anchor's hook runs again in the outer backward, which delivers the other gradients and reads the
      * parameters until then. */
     FOR_EACH_FLAT_PARAM(part, unit) {
@@ -254,6 +258,16 @@ int unit_post_backward(void *target) {
             return -1;
     }
     return unit->runtime ? stream_join_former(&unit->runtime->schedule.streams) : 0;
+}
+
+/* Process the gradients of checkpointed parts: see [Note: checkpoints inside a unit]. */
+int unit_end_wait(void *target) {
+    struct unit *unit = target;
+    if (!unit->nesting.waits)
+        return 0;
+    unit->nesting.waits = false;
+    unit->nesting.graph_task = torch_graph_task();
+    return unit_post_backward(unit);
 }
 
 int unit_reshard_only(void *target) {
@@ -307,6 +321,9 @@ static int finalise_units(struct runtime *runtime) {
         if (hook && ref_done(PyObject_CallNoArgs(hook)) < 0)
             return -1;
     }
+    for (int64_t i = runtime->num_units - 1; i >= 0; i--)
+        if (unit_end_wait(runtime->units[i]) < 0)
+            return -1;
     if (runtime_finish_reduction(runtime) < 0 || optional_reduce_all(runtime) < 0)
         return -1;
     FOR_EACH_UNIT(unit, runtime) {

@@ -239,15 +239,19 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
             return -1;
     }
     int trainable = is_trainable(unit);
-    if (trainable || unit->reshard_hook || !torch_grad_enabled())
-        return trainable < 0 ? -1 : 0;
-    /* reshard a frozen unit, which has no post-backward, after the gradients of its inputs */
-    OWNED *hook = hook_new(unit_reshard_only, unit, unit->object);
-    OWNED *removable =
-        hook ? PyObject_CallFunctionObjArgs(callbacks.hook_inputs, *args, *kwargs, hook, NULL) : NULL;
-    if (removable && removable != Py_None)
-        unit->reshard_hook = Py_NewRef(removable);
-    return removable ? 0 : -1;
+    if (trainable < 0)
+        return -1;
+    if ((trainable && !unit->nesting.can_nest) || unit->remove_input_hooks || !torch_grad_enabled())
+        return 0;
+    /* A frozen unit has no post-backward, and a unit whose trained parts are all checkpointed has one for each
+     * part: they end with the gradients of their inputs. */
+    OWNED *hook = hook_new(trainable ? unit_end_wait : unit_reshard_only, unit, unit->object);
+    OWNED *remove = hook ? PyObject_CallFunctionObjArgs(callbacks.hook_inputs, *args, *kwargs, hook,
+                                                        trainable ? Py_False : Py_True, NULL)
+                         : NULL;
+    if (remove && remove != Py_None)
+        unit->remove_input_hooks = Py_NewRef(remove);
+    return remove ? 0 : -1;
 }
 
 /* ---- post-forward ---- */

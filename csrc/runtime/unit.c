@@ -141,7 +141,7 @@ int unit_clear(struct unit *unit) {
     }
     Py_CLEAR(unit->segments);
     node_drop_anchor(unit);
-    Py_CLEAR(unit->reshard_hook);
+    Py_CLEAR(unit->remove_input_hooks);
     if (unit->module_end)
         hook_disarm(unit->module_end);
     Py_CLEAR(unit->module_end);
@@ -168,15 +168,14 @@ int unit_visit(struct unit *unit, visitproc visit, void *arg) {
 /* ---- end of a step ---- */
 
 int unit_remove_input_hooks(struct unit *unit) {
-    if (!unit->reshard_hook)
-        return 0;
-    OWNED *done = PyObject_CallMethod(unit->reshard_hook, "remove", NULL);
-    Py_CLEAR(unit->reshard_hook);
-    return done ? 0 : -1;
+    OWNED *remove = unit->remove_input_hooks;
+    unit->remove_input_hooks = NULL;
+    return remove ? ref_done(PyObject_CallNoArgs(remove)) : 0;
 }
 
 int unit_end_step(struct unit *unit) {
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->inputs_only = false;
+    unit->nesting.waits = false;
     unit->unsharded.prefetched = false;
     unit->place.post_forward = -1;
     return unit_set_phase(unit, PHASE_IDLE);

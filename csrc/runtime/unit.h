@@ -44,9 +44,10 @@ struct unit_unsharded {
 struct unit_nesting {
     int64_t graph_task;   /* id of autograd's graph task for the backward of the unit */
     bool recomputed;      /* true if the last forward was a recomputation inside a backward */
-    bool can_nest;        /* true if autograd must be queried for anchor_will_run */
+    bool can_nest;        /* true if inputs are hooked, and autograd queried for anchor_will_run */
     bool nested;          /* true if a backward nested in this one was seen */
     bool anchor_will_run; /* true if this backward runs the unit's anchor */
+    bool waits;           /* true if gradients of nested backwards wait for those of the unit's inputs */
 };
 
 /* Places of a unit in the orders of its runtime; -1 if not recorded. */
@@ -117,7 +118,7 @@ struct unit {
     bool evaluating; /* true if the wrapped module is in eval mode; used with full_precision_in_eval */
 
     struct unit_node node;
-    PyObject *reshard_hook; /* owned, or NULL; removable hook on the inputs of a frozen unit */
+    PyObject *remove_input_hooks; /* owned; function that removes the hooks on the unit's inputs; or NULL */
     /* identity of the last forward's backward hook, if views stay exposed; never dereferenced */
     const void *backward_hook;
     bool needs_pre_backward_unshard; /* true if a backward is expected that reads the parameters */
@@ -153,8 +154,8 @@ int unit_clear(struct unit *unit);
 /* Append a segment; see [Note: segments]. */
 void unit_add_segment(struct unit *unit, struct unit *segment);
 int unit_visit(struct unit *unit, visitproc visit, void *arg);
-int unit_end_step(struct unit *unit);           /* clear all flags of a step, and become IDLE */
-int unit_remove_input_hooks(struct unit *unit); /* remove reshard_hook of each flat parameter */
+int unit_end_step(struct unit *unit); /* clear all flags of a step, and become IDLE */
+int unit_remove_input_hooks(struct unit *unit);
 void unit_set_sync_gradients(struct unit *unit, bool sync);
 /* Return the instance, or NULL without an exception if it was freed. New reference. */
 PyObject *unit_module(const struct unit *unit);
@@ -192,6 +193,7 @@ bool unit_exposes_views(struct unit *part);
 int unit_pre_backward(void *unit);
 int unit_unshard_for_backward(struct unit *unit); /* like unit_unshard_for_forward */
 int unit_post_backward(void *unit);
+int unit_end_wait(void *unit);                     /* after the gradients of its inputs; ends `waits` */
 int unit_reshard_only(void *unit);                 /* a frozen unit, after the gradients of its inputs */
 int unit_refuse_backward(const struct unit *unit); /* raise an error for a unit without a runtime */
 /* Return 1 if the backward at the unit's node also runs the anchor, 0 if not, -1 with an exception. */

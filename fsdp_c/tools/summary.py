@@ -92,9 +92,6 @@ class Summary:
             for place, index in enumerate(order):
                 unit = self.units[index]
                 held = {index, *order[place:][: unit.num_unsharded[direction]]}
-                if direction == 1 and place and not self.units[order[place - 1]].is_trainable:
-                    # a frozen unit is resharded only when the next one is unsharded
-                    held.add(order[place - 1])
                 while unit.parent is not None:
                     held.add(wholes[unit.parent])
                     unit = self.units[unit.parent]

@@ -1,5 +1,6 @@
 """Nested inputs and outputs of a forward: the slow path, called from C for anything but plain tensors."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -10,10 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from fsdp_c.compat import upstream
 
@@ -162,8 +162,42 @@ def _children(value: object) -> tuple[Iterable[object], bool]:
 
 
 def hook_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[], None]
-) -> RemovableHandle | None:
-    """Call ``hook`` once all inputs that require grad have gradients. Return a removable handle, or None."""
+    args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[], None], keeps_graph: bool
+) -> Callable[[], None] | None:
+    """Call ``hook`` in a backward after the gradients of all inputs. Return a function that removes it; None
+    without inputs that require grad.
+
+    Without ``keeps_graph`` the hook is called only in a backward that reaches all of these inputs. With it
+    also in one that reaches some of them, but the hook keeps the graph alive until it is removed. Unlike
+    ``register_multi_grad_hook``, leaves may be inputs of ``torch.autograd.grad()``.
+    """
     tensors = tensors_of((args, kwargs))
-    return register_multi_grad_hook(tensors, lambda _: hook()) if tensors else None
+    total = len(tensors)
+    nodes = [get_gradient_edge(tensor).node for tensor in tensors] if keeps_graph else []
+    missing: dict[int, int] = {}  # id of a backward -> number of gradients to come
+
+    def receive(_gradient: torch.Tensor) -> None:
+        backward = torch._C._current_graph_task_id()
+        count = missing.pop(backward, None) or (sum(map(_will_run, nodes)) if keeps_graph else total)
+        if count > 1:
+            missing[backward] = count - 1
+        else:
+            hook()
+
+    removals = contextlib.ExitStack()
+    for tensor in tensors:
+        removals.callback(tensor.register_hook(receive).remove)
+        # before the hook of the unit that made the tensor, which unshards that unit
+        hooks = tensor._backward_hooks
+        assert hooks is not None
+        *earlier, own = hooks.items()
+        hooks.clear()
+        hooks.update([own, *earlier])
+    return removals.close if tensors else None
+
+
+def _will_run(node: Node) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf whose gradient autograd.grad() returns
+        return True

@@ -7,6 +7,7 @@ If torch kills the process, the docstring says so and only the result of fsdp_c 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -268,6 +269,19 @@ class AroundUnknown(nn.Module):
         return self.last(self.inner(x).value)
 
 
+class AllCheckpointed(nn.Sequential):
+    """Each layer is in a reentrant checkpoint, and a checkpoint around the first two."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        reentrant = functools.partial(checkpoint, use_reentrant=True)
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        x = reentrant(lambda x: reentrant(self[1], torch.tanh(reentrant(self[0], x))), x)
+        return reentrant(self[2], torch.tanh(x))
+
+
 class CalledWithOthers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -355,6 +369,22 @@ PROGRAMS = {
     ),
     "reentrant checkpoints around parts of a unit": Program(
         train_once, RAISES, lambda: plain(around="reentrant"), arguments={}
+    ),
+    "all of a unit in reentrant checkpoints": Program(
+        lambda model: stepped(model, loss_of(model, 1), model(data(model).requires_grad_()).square().mean()),
+        RAISES,
+        AllCheckpointed,
+        SHARDED,
+        BOTH_VIEWS,
+        {},
+    ),
+    "gradient of the input of a frozen model": Program(
+        lambda model: [torch.autograd.grad(model(x := batch(0).requires_grad_()).sum(), x)[0]],
+        "A leaf node was passed",
+        lambda: one_layer().requires_grad_(False),
+        STRATEGIES,
+        BOTH_VIEWS,
+        {},
     ),
     "zero_grad to None before the backward": Program(
         lambda model: zero_grad_before_the_backward(model, True), DIFFERENT, strategies=("SHARD_GRAD_OP",)
