@@ -231,8 +231,6 @@ class OptimTarget:
         self.first_group = first_group
         self.optimizer, self.checkpoint, self.prefix = optimizer, checkpoint, f"{key}."
         self.groups = _params_of(model, optimizer)
-        groups = zip(optimizer.param_groups, self.groups, strict=True)
-        self._group_of = {param: group for group, params in groups for param, _ in params}
         self.found = self._states()
         self._numbers = names_of_numbers(
             (layout.full_shape, self._saved_shapes(fqn))
@@ -368,7 +366,7 @@ class OptimTarget:
         )
         if None in shapes or is_number:
             self.early_keys += own
-            return functools.partial(self._common_value, own)
+            return functools.partial(self._common_value, own, self._device_of(param, name))
         entry = self.checkpoint.tensor(own[0])
         shape = entry.shape if known.module is None else tuple(param.shape)
         value = self._memory(param, name, shape, entry.dtype)
@@ -383,7 +381,7 @@ class OptimTarget:
                 )
         return lambda: value
 
-    def _common_value(self, keys: list[str]) -> object:
+    def _common_value(self, keys: list[str], device: torch.device) -> object:
         """Return the value for a flat parameter. Raise ValueError unless all original parameters have the same."""
         values = [self.values[key] for key in keys]
         for key, other in zip(keys[1:], values[1:], strict=True):
@@ -393,7 +391,11 @@ class OptimTarget:
                     f"All parameters of one flat parameter must have the same optimizer state: {keys[0]} is "
                     f"{values[0]}, {key} is {other}; load with use_orig_params=True"
                 )
-        return values[0]
+        return values[0].to(device) if isinstance(values[0], Tensor) else values[0]
+
+    def _device_of(self, param: nn.Parameter, name: str) -> torch.device:
+        """Return the device of new state. Steps are on the CPU until ``_place_steps()``."""
+        return torch.device("cpu") if name == "step" or quantizes(self.optimizer) else param.device
 
     def _memory(self, param: nn.Parameter, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the optimizer's current memory, or new memory: zeros, for the padding of shards."""
@@ -401,9 +403,7 @@ class OptimTarget:
         if isinstance(present, Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
             if not is_made_of_tensors(present):
                 return present
-        group = self._group_of.get(param, {})
-        stays = name == "step" and not (group.get("capturable") or group.get("fused"))
-        device = torch.device("cpu") if stays or quantizes(self.optimizer) else param.device
+        device = self._device_of(param, name)
         if tuple(param.shape) == shape:
             return torch.zeros_like(
                 param, dtype=dtype, device=device, memory_format=torch.preserve_format
@@ -475,3 +475,14 @@ class OptimTarget:
         self.optimizer.state.update(state)
         for group, saved in groups:
             group.update(copy.deepcopy(saved))
+        if not quantizes(self.optimizer):
+            self._place_steps()
+
+    def _place_steps(self) -> None:
+        """Move steps to the device that the loaded groups need, as ``load_state_dict`` of the optimizer does."""
+        for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
+            on_device = group.get("capturable") or group.get("fused")
+            for param, _ in params:
+                state = self.optimizer.state.get(param, {})
+                if isinstance(step := state.get("step"), Tensor):
+                    state["step"] = step.to(param.device if on_device else "cpu")

@@ -97,9 +97,12 @@ def test_neither_the_host_nor_the_computation_waits_until_the_optimizer_steps(tm
         handle.wait()
     assert len(begun) > during
     copies.wait()
-    for name in ("second", "expected"):
-        other, its = made()
+    for name, is_capturable in (("second", True), ("expected", False)):
+        other, _ = made()
+        its = torch.optim.AdamW(other.parameters(), capturable=is_capturable)
         checkpoint.load(other, its, tmp_path / name)
+        backward(other)
+        its.step()  # as the saved optimizer's, which requires its step on the GPU
     (second,), (expected,) = ((tmp_path / name).rglob("*.distcp") for name in ("second", "expected"))
     assert second.read_bytes() == expected.read_bytes()
 
