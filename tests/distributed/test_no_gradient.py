@@ -232,6 +232,27 @@ def output_kept_by_a_hook() -> None:
     model(torch.ones(2, WIDTH))
 
 
+def none_from_a_function() -> None:
+    net = Pair()
+    model, linear = wrap(net), net.second.module
+    linear.forward = lambda x: WithoutGradient.apply(linear.weight)
+    for _ in range(2):
+        sum(each.sum() for each in model(torch.ones(2, WIDTH))).backward()
+    assert all(param.grad is None for param in net.second.parameters())
+
+
+class WithoutGradient(torch.autograd.Function):
+    """Passes its input on, and no gradient back."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> None:
+        return None
+
+
 class Pair(nn.Module):
     """Two units side by side."""
 
@@ -257,6 +278,7 @@ SILENT = (
     evaluated,
     sampled_before_training,
     output_kept_by_a_hook,
+    none_from_a_function,
 )
 
 
