@@ -50,14 +50,15 @@ int flat_param_init(struct flat_param *param, const struct handle_spec *spec) {
     param->num_params = spec->layout->num_params;
     param->shapes = Py_NewRef(spec->shapes);
     param->strides = Py_NewRef(spec->strides);
-    param->param_views = Py_NewRef(spec->param_views);
     param->strategy = (enum sharding_strategy)config->strategy;
     param->sharded = param->strategy != NO_SHARD;
     param->use_orig_params = config->use_orig_params;
     param->keep_low_precision_grads = config->keep_low_precision_grads;
     param->skip_writeback_check = config->skip_writeback_check;
     param->verbose = config->verbose;
-    if (init_shapes(param) < 0 || collective_group_init(&param->shard_group, config->shard_group) < 0)
+    param->fqns = PyObject_GetAttrString(param->tensor, "_fqns");
+    if (!param->fqns || init_shapes(param) < 0 ||
+        collective_group_init(&param->shard_group, config->shard_group) < 0)
         return -1;
     return config->replicate_group == Py_None
                ? 0
@@ -79,7 +80,7 @@ void flat_param_fini(struct flat_param *param) {
     Py_CLEAR(param->params);
     Py_CLEAR(param->shapes);
     Py_CLEAR(param->strides);
-    Py_CLEAR(param->param_views);
+    Py_CLEAR(param->fqns);
     Py_CLEAR(param->device);
 }
 
@@ -123,11 +124,5 @@ void flat_param_rename(struct flat_param *param, PyObject *name) {
 }
 
 PyObject *flat_param_fqn(const struct flat_param *param, int64_t index) {
-    PyObject *fqns = PyObject_GetAttrString(param->tensor, "_fqns");
-    PyObject *fqn = fqns ? PySequence_GetItem(fqns, index) : NULL;
-    Py_XDECREF(fqns);
-    if (fqn)
-        return fqn;
-    PyErr_Clear();
-    return PySequence_GetItem(PyList_GetItem(param->param_views, index), 2);
+    return PySequence_GetItem(param->fqns, index);
 }

@@ -46,9 +46,7 @@ struct flat_param {
     int64_t num_params;
     PyObject *shapes, *strides;       /* owned; tuples; a stride entry is None if contiguous */
     struct param_shape *param_shapes; /* owned; `shapes` and `strides` as integers */
-    /* owned; list of (param, module, name, setting): the first num_params entries are the parameters' own
-     * names, then follow the other names of shared parameters */
-    PyObject *param_views;
+    PyObject *fqns;                   /* owned; list of the parameters' fully qualified names */
     int64_t registration_id; /* never reused; marks Parameters that the user registers in the modules */
 
     enum sharding_strategy strategy;
@@ -70,7 +68,9 @@ struct handle_spec {
     const struct flat_layout *layout;
     PyObject *layout_owner; /* owner of the layout's arrays */
     PyObject *flat_param, *params /* or None */, *shapes, *strides, *name;
-    PyObject *param_views;      /* list of (param, module, name, setting) */
+    /* list of (param, module, name, setting): the first num_params entries are the parameters' own names, then
+     * follow the other names of shared parameters */
+    PyObject *param_views;
     PyObject *flat_param_owner; /* the module dict that holds the flat parameter, or None */
     PyObject *flat_param_name;  /* key of the flat parameter in that dict */
     PyObject *wrap_views;       /* or None */
@@ -89,8 +89,7 @@ int flat_param_refuse(const struct flat_param *param, const char *from, const ch
 
 void flat_param_rename(struct flat_param *param, PyObject *name);
 
-/* Return the parameter's fully qualified name, or its name in the module before FQNs are assigned. New
- * reference. */
+/* Return the parameter's fully qualified name. New reference. */
 PyObject *flat_param_fqn(const struct flat_param *param, int64_t index);
 
 /* Return one view per parameter of the unsharded tensor `full`, without autograd history. New tuple, or

@@ -104,7 +104,6 @@ int handle_visit(struct handle *handle, visitproc visit, void *arg) {
     Py_VISIT(handle->summon.flat_param_owner);
     Py_VISIT(handle->param.tensor);
     Py_VISIT(handle->param.params);
-    Py_VISIT(handle->param.param_views);
     for (int i = 0; i < PRECISIONS; i++)
         Py_VISIT(handle->storage.copies[i].views);
     Py_VISIT(handle->storage.attributes);
