@@ -129,6 +129,16 @@ def test_a_step_never_waits_for_the_device() -> None:
 
 
 @pytest.mark.usefixtures("one_of_four")
+def test_a_resized_tensor_of_freed_parameters_does_not_disturb_the_next_unshard() -> None:
+    """Memory that grows is copied, on a stream that the cast of the shard does not wait for."""
+    model, kept = large(**TRANSFERS["bf16"]), []
+    model.module[0][0].module.register_forward_hook(lambda layer, *_: kept.append(layer.weight.detach()))
+    step(model)
+    kept[0].resize_(1)
+    step(model)
+
+
+@pytest.mark.usefixtures("one_of_four")
 def test_steps_go_on_when_the_pool_can_grow_no_further() -> None:
     """Memory that another stream has freed is returned to the driver to make room."""
     step(large())
