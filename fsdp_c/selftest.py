@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp_c import FullyShardedDataParallel, MixedPrecision, checkpoint
 from fsdp_c.compat import upstream
-from fsdp_c.sharding import common
+from fsdp_c.sharding.process_groups import all_gather_objects
 from fsdp_c.tools import environment
 from fsdp_c.wrap import ModuleWrapPolicy
 
@@ -55,7 +55,7 @@ def main(device: str | None, width: int) -> int:
             text, error = part(), None
         except Exception:
             text, error = "", traceback.format_exc()
-        errors = common.all_gather_objects(error, None)  # a part fails if any rank fails
+        errors = all_gather_objects(error, None)  # a part fails if any rank fails
         found = [f"{name}: FAILED on rank {rank}: {error}" for rank, error in enumerate(errors) if error]
         lines += found or [f"{name}: {text}"]
         failed += [name] if found else []
@@ -133,7 +133,7 @@ def _checkpoint(device: torch.device, width: int) -> str:
     model, _ = _train(FullyShardedDataParallel, device, width, {})
     expected = model.state_dict()
     with tempfile.TemporaryDirectory(prefix="fsdp_c-selftest-") as own:
-        path = f"{common.all_gather_objects(own, None)[0]}/saved"
+        path = f"{all_gather_objects(own, None)[0]}/saved"
         checkpoint.save(model, None, path)
         model.load_state_dict({name: torch.zeros_like(value) for name, value in expected.items()})
         checkpoint.load(model, None, path)

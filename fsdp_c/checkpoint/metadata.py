@@ -46,7 +46,7 @@ from fsdp_c.checkpoint.contents import (
 from fsdp_c.checkpoint.folder import DATA, METADATA, CheckpointError, convert_errors, require
 from fsdp_c.checkpoint.pieces import TAIL_NBYTES
 from fsdp_c.checkpoint.planning import RECORD, Group
-from fsdp_c.sharding.common import collector_paused
+from fsdp_c.state.state_dict import collector_paused
 
 _MAX_METADATA_NBYTES = 8 * 2**30
 

@@ -18,12 +18,11 @@ from fsdp_c.checkpoint.values import (
     whole_value,
 )
 from fsdp_c.compat.aliases import StateDict
-from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned, units_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit, joined
 from fsdp_c.state.sharded_values import ParamLayout, split_shard
 from fsdp_c.state.state_dict_saving import local_shard
-from fsdp_c.training.unshard_params import check_idle
+from fsdp_c.training.unshard_params import bound_runtime, check_idle, synchronize
 
 EXTRA = "extra"  # key of the script's own values in a checkpoint
 EXTRA_STATE = "_extra_state"
@@ -95,8 +94,8 @@ def _up_to_date_shard(module: ShardedModule, waits: bool) -> Tensor:
             "it"
         )
     if waits or handle.flat_param.device != module.compute_device:
-        common.synchronize(module.compute_device)
-    with common.bound_runtime(module):
+        synchronize(module.compute_device)
+    with bound_runtime(module):
         handle.writeback()
     return local_shard(module)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group
 
 from fsdp_c.checkpoint.folder import CheckpointError
-from fsdp_c.sharding.common import all_gather_objects
+from fsdp_c.sharding.process_groups import all_gather_objects
 from fsdp_c.tools import collective_errors
 
 T = TypeVar("T")

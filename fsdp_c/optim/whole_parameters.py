@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.compat.errors import first_names
-from fsdp_c.sharding import common
 from fsdp_c.sharding.agreement import values_if_different
+from fsdp_c.sharding.process_groups import all_gather_objects, multi_rank_groups
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.state.optim_params import OptimParam, OptimParams
 from fsdp_c.state.quantized_state import dequantized, quantized, quantizes
@@ -64,7 +64,7 @@ class _Ranks(NamedTuple):
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """Groups that together connect all places."""
-        return common.multi_rank_groups(self.shards, self.replicas)
+        return multi_rank_groups(self.shards, self.replicas)
 
 
 class _Whole:
@@ -720,7 +720,7 @@ def _descriptions_of_all(wholes: Sequence[_Whole], mine: dict[str, _Description]
     """Return the merged descriptions of all ranks that have these parameters. Collective."""
     found = {name: dict(kinds) for name, kinds in mine.items()}
     for group in _groups_of(wholes):
-        for one in common.all_gather_objects(found, group):
+        for one in all_gather_objects(found, group):
             for name, kinds in one.items():
                 found.setdefault(name, {}).update(kinds)
     return found

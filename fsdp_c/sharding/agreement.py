@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch._guards import detect_fake_mode
 
 from fsdp_c.compat.errors import ranks_text
-from fsdp_c.sharding.common import all_gather_objects, global_rank, multi_rank_groups
 from fsdp_c.sharding.optional import is_optional
+from fsdp_c.sharding.process_groups import all_gather_objects, global_rank, multi_rank_groups
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.traversal import clean_path
 

@@ -27,8 +27,8 @@ from fsdp_c.compat.upstream import (
     dtensor_extensions,
     fsdp2_module_class,
 )
-from fsdp_c.sharding.common import global_rank
 from fsdp_c.sharding.configuration import UnitConfig
+from fsdp_c.sharding.process_groups import global_rank
 from fsdp_c.sharding.sharded_module import is_sharded_module, live_units
 from fsdp_c.sharding.traversal import (
     Subtree,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_c.compat.errors import first_names, ranks_text
-from fsdp_c.sharding.common import all_gather_objects, multi_rank_groups
+from fsdp_c.sharding.process_groups import all_gather_objects, multi_rank_groups
 from fsdp_c.sharding.sharded_module import ShardedModule, units_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_path
 

@@ -248,6 +248,11 @@ def handle_of(module: ShardedModule) -> FlatParamHandle:
     return handle
 
 
+def place_of(fsdp_module: ShardedModule) -> str:
+    """Return the rank and the unit, to begin an error or a warning."""
+    return f"rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}"
+
+
 def is_summoned(module: ShardedModule) -> bool:
     """Return True inside ``summon_full_params``, where the unit is unsharded already."""
     return handle_of(module).training_state == _C.USE_SUMMON_FULL_PARAMS

@@ -10,15 +10,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fsdp_c.sharding import common, tensor_parallel
+from fsdp_c.sharding import tensor_parallel
 from fsdp_c.sharding.flat_param import ManagedParam
-from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
-from fsdp_c.sharding.traversal import clean_name
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, handles_in, units_with_paths
+from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, joined
 from fsdp_c.state.redistribution import Partition, rank_partition, start_exchange
 from fsdp_c.state.sharded_values import from_memory_order, param_layouts
 from fsdp_c.state.state_dict_saving import local_shard
 from fsdp_c.tools import collective_errors
-from fsdp_c.training.unshard_params import check_idle
+from fsdp_c.training.unshard_params import bound_runtime, check_idle
 
 Named = list[tuple[str, ManagedParam]]
 
@@ -52,7 +52,7 @@ def iter_full_params(
         raise ValueError(f"max_nbytes must be at least 1, not {max_nbytes}")
     modules = units_with_paths(model)
     is_wanted = partial(fnmatch.fnmatchcase, pat=only) if isinstance(only, str) else only or (lambda _: True)
-    for name, tensor in common.unmanaged_tensors(model):
+    for name, tensor in _unmanaged_tensors(model):
         if is_wanted(name):
             whole = tensor_parallel.whole(tensor.detach())
             if not rank0_only or not modules or modules[0][1].rank == 0:
@@ -116,7 +116,7 @@ def _start(
 ) -> Callable[[], list[tuple[str, Tensor]]]:
     """Start the all-gather of a range. Return a function that waits for its full parameters. Collective."""
     handle = handle_of(module)
-    with common.bound_runtime(module):
+    with bound_runtime(module):
         check_idle(module, summoned=False)
         handle.writeback()
         shard = _cast(local_shard(module).detach().to(module.compute_device), dtype)
@@ -148,3 +148,12 @@ def _start(
         return sorted(((name, values[param.place]) for name, param in named), key=lambda each: each[1].nbytes)
 
     return wait
+
+
+def _unmanaged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (FQN, parameter) for parameters that no unit manages, once per name."""
+    managed = {(param.module, param.name) for handle in handles_in(model) for param in handle.managed_params}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, param in module._parameters.items():
+            if param is not None and (module, name) not in managed and not is_flat_param_name(name):
+                yield clean_name(joined(path, name)), param

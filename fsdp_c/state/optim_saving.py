@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from fsdp_c.compat.aliases import ParamState, StateDict
 from fsdp_c.compat.errors import first_names
-from fsdp_c.sharding import common
 from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.holders import group_of_model
+from fsdp_c.sharding.process_groups import all_gather_objects
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, with_params
 from fsdp_c.state.quantized_state import is_made_of_tensors
@@ -120,7 +120,7 @@ def _agree(
         _misfit(managed, own),
     )
     with collective_errors.explained("gathering optimizer states"):
-        reports = common.all_gather_objects(mine, group)
+        reports = all_gather_objects(mine, group)
     if errors := [report.error for report in reports if report.error is not None]:
         raise ValueError(errors[0])
     held = [report.held for report in reports]

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from fsdp_c import _C
 from fsdp_c.compat.aliases import OptimInput, StateDict
 from fsdp_c.compat.upstream import OptimStateKeyType, StateDictType
-from fsdp_c.sharding import common
 from fsdp_c.state.optim_loading import LoadOptions, load_optim_state
 from fsdp_c.state.optim_params import (
     Key,
@@ -24,7 +23,7 @@ from fsdp_c.state.optim_params import (
 )
 from fsdp_c.state.optim_saving import SaveOptions, save_optim_state
 from fsdp_c.state.quantized_state import dequantized, quantized, quantizes
-from fsdp_c.state.state_dict import settings_of
+from fsdp_c.state.state_dict import collector_paused, settings_of
 from fsdp_c.tools import phases
 
 Group = dist.ProcessGroup | None
@@ -76,7 +75,7 @@ def _save(
         device = torch.device("cpu") if options.cpu_offload else None
         values = {key: dequantized(optim, osd["state"][key], device) for key in keys if key in osd["state"]}
         osd = {**osd, "state": {**osd["state"], **values}}
-    with phases.enter(_C.PROGRESS_OPTIM_STATE_DICT), common.collector_paused():
+    with phases.enter(_C.PROGRESS_OPTIM_STATE_DICT), collector_paused():
         return save_optim_state(params, keys, osd, options)
 
 
@@ -198,7 +197,7 @@ def _load(
     owned_names = getattr(optim, "owned_names", None)  # method of WholeParameters
     owned = owned_names() if owned_names else None
     options = LoadOptions(rank0_only, optim if is_named else None, group, owned)
-    with common.collector_paused():
+    with collector_paused():
         keys = params.keys(optim, optim_input, () if is_named else None)
         result = load_optim_state(params, keys, osd, options)
     if quantizes(optim):

@@ -6,6 +6,7 @@ Values are made and loaded by state_dict_saving and state_dict_loading.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import threading
@@ -34,9 +35,15 @@ from fsdp_c.compat.upstream import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_c.sharding import common
 from fsdp_c.sharding.holders import warn_of_partial_units
-from fsdp_c.sharding.sharded_module import ShardedModule, holders_around, is_summoned, parts_of, units_of
+from fsdp_c.sharding.sharded_module import (
+    ShardedModule,
+    handles_in,
+    holders_around,
+    is_summoned,
+    parts_of,
+    units_of,
+)
 from fsdp_c.sharding.traversal import WRAPPED_PREFIX, clean_name, is_unit, named_buffers
 from fsdp_c.sharding.wrap import unit_name
 from fsdp_c.state.state_dict_loading import (
@@ -56,7 +63,7 @@ from fsdp_c.state.state_dict_saving import (
     saved_values,
     type_of,
 )
-from fsdp_c.training.unshard_params import check_idle, warn_of_copies
+from fsdp_c.training.unshard_params import bound_runtime, check_idle, synchronize, warn_of_copies
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +248,7 @@ def saving(fsdp_module: ShardedModule) -> Iterator[None]:
             warn_of_copies()
     _saving.outermost, _saving.values = fsdp_module, {}
     try:
-        with held(fsdp_module), common.collector_paused():
+        with held(fsdp_module), collector_paused():
             yield
     finally:
         _saving.outermost, _saving.values = None, {}
@@ -297,7 +304,7 @@ def _values_of(fsdp_module: ShardedModule) -> list[Tensor]:
 def _pre_save_hook(fsdp_module: ShardedModule, prefix: str, keep_vars: bool) -> None:
     kind, rows = _kind(fsdp_module), {}
     with contextlib.ExitStack() as stack:
-        _enter(fsdp_module, stack, binds=not common.is_unsharded_off_device(fsdp_module))
+        _enter(fsdp_module, stack, binds=not _is_unsharded_off_device(fsdp_module))
         if fsdp_module._unit.is_root and fsdp_module._unit.runtime is not None:
             fsdp_module._unit.runtime.reset_grad_info()
         for part in _parts_with_params(fsdp_module):
@@ -378,7 +385,7 @@ def _post_load_hook(fsdp_module: ShardedModule, incompatible_keys: _Incompatible
     opened = _open.pop(fsdp_module)
     opened.stack.close()
     # a backward directly after the load unshards without the start of a new step
-    common.synchronize(fsdp_module.compute_device)
+    synchronize(fsdp_module.compute_device)
     for keys in incompatible_keys:
         keys[:] = [clean_name(key) for key in keys]
     missing = incompatible_keys.missing_keys
@@ -411,9 +418,9 @@ def _enter(fsdp_module: ShardedModule, stack: contextlib.ExitStack, binds: bool 
             "Entering the ``_unshard_fsdp_state_params`` context but the previous one is still open (rank "
             f"{fsdp_module.rank}): a state_dict() or load_state_dict() call on it raised, or calls itself"
         )
-    common.synchronize(fsdp_module.compute_device)
+    synchronize(fsdp_module.compute_device)
     if binds:
-        stack.enter_context(common.bound_runtime(fsdp_module))
+        stack.enter_context(bound_runtime(fsdp_module))
 
 
 # ----------------------------------------------------------------- keys and buffers
@@ -493,3 +500,29 @@ def _replace_prefix(state_dict: StateDict, old: str, new: str) -> None:
     """Rename the keys that start with ``old``, and move them to the end of the dict, in their order."""
     for key in [key for key in state_dict if key.startswith(old)]:
         state_dict[new + key[len(old) :]] = state_dict.pop(key)
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause garbage collection: a state dict creates thousands of objects, none of them garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _is_unsharded_off_device(fsdp_module: ShardedModule) -> bool:
+    """Return True if the units were moved off the compute device and none is sharded.
+
+    No communication is needed then. Always False after lazy initialization.
+    """
+    if fsdp_module._unit.runtime is not None:
+        return False
+    handles = handles_in(fsdp_module)
+    moved = any(
+        handle.flat_param.device != handle.device and not handle._offload_params for handle in handles
+    )
+    return moved and not any(handle.layout.sharded for handle in handles)

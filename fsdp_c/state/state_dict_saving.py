@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.upstream import ShardingStrategy, StateDictType
-from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned
 from fsdp_c.sharding.tensor_parallel import divide_over_mesh
@@ -31,6 +30,7 @@ from fsdp_c.state.sharded_values import (
     sharded_values,
     split_shard,
 )
+from fsdp_c.training.unshard_params import mounted
 
 
 def shard_pieces(module: ShardedModule) -> Iterator[tuple[ParamLayout, Tensor]]:
@@ -131,7 +131,7 @@ def full_values_shown(module: ShardedModule, values: Sequence[Tensor]) -> Iterat
         registered = param.module._parameters.get(param.name)
         requires_grad = of_flat_param if registered is None else registered.requires_grad
         shown.append((param, handle.as_param(param.place, value, requires_grad)))
-    with common.mounted(shown):
+    with mounted(shown):
         yield
 
 
@@ -172,7 +172,7 @@ def names_shown(module: ShardedModule) -> Iterator[None]:
     nothing = torch.empty(0, device="cpu")
     params = [] if module._use_orig_params else handle_of(module).managed_params
     placeholders = [handle_of(module).as_param(param.place, nothing, requires_grad=False) for param in params]
-    with common.mounted(list(zip(params, placeholders, strict=True))):
+    with mounted(list(zip(params, placeholders, strict=True))):
         yield
 
 

@@ -21,7 +21,7 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from fsdp_c.sharding import common
+from fsdp_c.sharding.process_groups import all_gather_objects
 from fsdp_c.state.redistribution import gather, rank_partition, redistribute
 
 
@@ -175,7 +175,7 @@ def moved_to_owners(
     if not states:
         return {}
     group = group or dist.distributed_c10d._get_default_group()
-    owned_by_rank = common.all_gather_objects(owned & {fqn for fqn, _ in states}, group)
+    owned_by_rank = all_gather_objects(owned & {fqn for fqn, _ in states}, group)
     owners = {fqn: rank for rank, one in enumerate(owned_by_rank) for fqn in one}
     places = [
         (one, _rank_in(group, state), owners[fqn])

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from fsdp_c.compat.errors import first_names
-from fsdp_c.sharding.common import place_of
 from fsdp_c.sharding.construction import is_flattened
-from fsdp_c.sharding.sharded_module import ShardedModule, live_units, parts_of, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, live_units, parts_of, place_of, units_of
 
 # kernels' messages for 1-D shards and for freed storage
 _OF_SHARDS = re.compile(

@@ -20,9 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_c.compat.errors import first_names
-from fsdp_c.sharding.common import place_of
 from fsdp_c.sharding.construction import is_flattened
-from fsdp_c.sharding.sharded_module import ShardedModule, handles_in, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, handles_in, place_of, units_of
 from fsdp_c.sharding.traversal import clean_name, is_composable, named_params
 from fsdp_c.training import replacements
 

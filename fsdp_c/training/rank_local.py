@@ -20,10 +20,9 @@ from torch.amp import GradScaler
 from torch.nn import utils
 
 from fsdp_c.compat.errors import first_names
-from fsdp_c.sharding.common import place_of
 from fsdp_c.sharding.construction import is_flattened
 from fsdp_c.sharding.holders import group_of_model, ranks_of
-from fsdp_c.sharding.sharded_module import ShardedModule, live_units, root_units
+from fsdp_c.sharding.sharded_module import ShardedModule, live_units, place_of, root_units
 from fsdp_c.training import grad_clipping
 
 torchs_get_total_norm = utils.get_total_norm

@@ -1,18 +1,18 @@
-"""Unsharded parameters outside of steps: ``summon_full_params``."""
+"""Unsharded parameters outside of steps: ``summon_full_params``, and what state dicts share with it."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_c import _C
 from fsdp_c.compat.upstream import ShardingStrategy
-from fsdp_c.sharding import common
-from fsdp_c.sharding.flat_param import FlatParamHandle
+from fsdp_c.sharding.flat_param import FlatParamHandle, ManagedParam
 from fsdp_c.sharding.sharded_module import (
     ShardedModule,
     handle_of,
@@ -20,9 +20,12 @@ from fsdp_c.sharding.sharded_module import (
     is_sharded_module,
     is_summoned,
     parts_of,
+    place_of,
     units_of,
 )
 from fsdp_c.tools import collective_errors, phases
+
+_ABSENT = object()
 
 
 @contextlib.contextmanager
@@ -56,7 +59,7 @@ def summon_full_params(
     with contextlib.ExitStack() as stack:
         stack.enter_context(phases.enter(_C.PROGRESS_SUMMON))
         for fsdp_module in fsdp_modules:
-            stack.enter_context(common.bound_runtime(fsdp_module))
+            stack.enter_context(bound_runtime(fsdp_module))
         for fsdp_module in fsdp_modules:
             _check_state(fsdp_module)
             if recurse:
@@ -114,11 +117,11 @@ def _check_state(fsdp_module: ShardedModule) -> None:
     state = fsdp_module._unit.training_state
     if state == _C.USE_SUMMON_FULL_PARAMS:
         raise AssertionError(
-            f"Cannot manually unshard parameters when already unsharding parameters ({common.place_of(fsdp_module)})"
+            f"Cannot manually unshard parameters when already unsharding parameters ({place_of(fsdp_module)})"
         )
     if state != _C.USE_IDLE:
         raise AssertionError(
-            f"Cannot manually unshard parameters during forward/backward ({common.place_of(fsdp_module)})"
+            f"Cannot manually unshard parameters during forward/backward ({place_of(fsdp_module)})"
         )
     if fsdp_module._handle is not None:
         check_idle(fsdp_module)
@@ -136,13 +139,13 @@ def check_idle(fsdp_module: ShardedModule, summoned: bool = True) -> None:
         if not summoned:
             raise AssertionError(
                 f"Expects the handle training to be IDLE but got {handle_of(fsdp_module)._training_state} "
-                f"({common.place_of(fsdp_module)}): its shard gets the changes of full parameters only when "
+                f"({place_of(fsdp_module)}): its shard gets the changes of full parameters only when "
                 "summon_full_params ends; leave it first"
             )
     elif state != _C.USE_IDLE:
         raise AssertionError(
             f"Expects the handle training to be IDLE but got {handle_of(fsdp_module)._training_state} "
-            f"({common.place_of(fsdp_module)}): parameters cannot be unsharded by hand during forward or backward"
+            f"({place_of(fsdp_module)}): parameters cannot be unsharded by hand during forward or backward"
         )
 
 
@@ -151,7 +154,7 @@ def _summon_unit(
     fsdp_module: ShardedModule, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
 ) -> Iterator[None]:
     """Summon one unit."""
-    common.synchronize(fsdp_module.compute_device)
+    synchronize(fsdp_module.compute_device)
     handle = fsdp_module._handle
     if handle is None:
         fsdp_module._unit.set_summoning(True)
@@ -198,7 +201,7 @@ def _offloaded(handle: FlatParamHandle, writeback: bool) -> Iterator[None]:
             )
         shown.append((param, copies[id(full)]))
     handle.summon_free()
-    with common.mounted(shown):
+    with mounted(shown):
         yield
     if not writeback:
         return
@@ -209,3 +212,47 @@ def _offloaded(handle: FlatParamHandle, writeback: bool) -> Iterator[None]:
     with torch.no_grad():
         for param, copy in shown:
             getattr(param.module, param.name).copy_(copy)
+
+
+@contextlib.contextmanager
+def bound_runtime(fsdp_module: ShardedModule) -> Iterator[None]:
+    """Lazily initialize ``fsdp_module``; undo the initialization at exit if this call did it.
+
+    State dicts and parameter inspection must not decide which unit is the root: some ranks may not call them.
+    """
+    if fsdp_module._unit.runtime is not None:
+        yield
+        return
+    fsdp_module._lazy_init(alone=True)
+    try:
+        yield
+    finally:
+        if (runtime := fsdp_module._unit.runtime) is not None:
+            runtime.release()
+
+
+@contextlib.contextmanager
+def mounted(params: Sequence[tuple[ManagedParam, Tensor]]) -> Iterator[None]:
+    """Register ``params`` in their modules inside the context; restore the previous registrations at exit."""
+    found: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for (module, name, *_), tensor in params:
+            attributes = module.__dict__
+            registered: dict[str, Any] = attributes["_parameters"]
+            found.append((registered, name, registered.get(name, _ABSENT)))
+            if name in attributes:
+                found.append((attributes, name, attributes.pop(name)))
+            registered[name] = tensor
+        yield
+    finally:
+        for mapping, name, value in reversed(found):
+            if value is _ABSENT:
+                mapping.pop(name, None)
+            else:
+                mapping[name] = value
+
+
+def synchronize(device: torch.device) -> None:
+    """Block until all work on ``device`` is done. No-op for the CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
-from fsdp_c.sharding import common
+from fsdp_c.training import unshard_params
 from tests.distributed.test_state_dict import full_state_dict, plain, train, wrap
 from tests.models import WIDTH, Block
 from tests.parity.engine import different_paths, implementation, same_bits, snapshot
@@ -184,7 +184,7 @@ def test_module_without_units_is_left_alone() -> None:
 def test_summon_waits_for_the_device_once_per_unit() -> None:
     """It waits on entry. The all-gather is waited for before modules get the parameters."""
     model = wrap(plain())
-    with mock.patch.object(common, "synchronize", wraps=common.synchronize) as synchronize:
+    with mock.patch.object(unshard_params, "synchronize", wraps=unshard_params.synchronize) as synchronize:
         with summon(model):
             entered = synchronize.call_count
             assert all(not unit._handle.needs_unshard() for unit in type(model).fsdp_modules(model))
