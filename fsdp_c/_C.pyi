@@ -378,9 +378,9 @@ def bind_callbacks(
 
     Called in a forward: ``lazy_init`` in the first one, which must bind the unit to a Runtime;
     ``convert_inputs`` if inputs are on another device or of another dtype (None: unchanged); ``hook_inputs``
-    for a frozen unit, and for each unit at first, with a hook to be called once all inputs that require a
-    gradient have theirs, which returns a function to remove the hook. A hook with ``keeps_graph``, that of a
-    frozen unit, is also called if a backward reaches only some of the inputs;
+    for a frozen unit, and for any unit before its first gradient: with a hook to be called once all inputs
+    that require a gradient have theirs, returns a function that removes it. A hook with ``keeps_graph``, that
+    of a frozen unit, is also called if a backward reaches only some of the inputs;
     ``tensors_of`` for outputs other than tensors, lists, tuples and dicts; ``check_ddp`` before a root's
     first forward inside a DistributedDataParallel; ``cast_buffers_for_mode`` with full_precision_in_eval,
     before a forward of the root; ``warn_of_units_without_gradient`` once per root, with the names of units

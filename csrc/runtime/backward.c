@@ -224,8 +224,8 @@ static int post_backward_with_gradients(struct unit *unit) {
     nesting->can_nest = nesting->nested;
     if (current == nesting->graph_task)
         return unit->optional.reached && optional_reduce(unit) < 0 ? -1 : post_backward(unit);
-    nesting->waits = !nesting->anchor_will_run;
-    if (nesting->waits)
+    nesting->awaits_input_grads = !nesting->anchor_will_run;
+    if (nesting->awaits_input_grads)
         return 0;
     /* The anchor's hook runs again in the outer backward, which delivers the other gradients and reads the
      * parameters until then. */
@@ -261,11 +261,11 @@ int unit_post_backward(void *target) {
 }
 
 /* Process the gradients of checkpointed parts: see [Note: checkpoints inside a unit]. */
-int unit_end_wait(void *target) {
+int unit_post_backward_of_parts(void *target) {
     struct unit *unit = target;
-    if (!unit->nesting.waits)
+    if (!unit->nesting.awaits_input_grads)
         return 0;
-    unit->nesting.waits = false;
+    unit->nesting.awaits_input_grads = false;
     unit->nesting.graph_task = torch_graph_task();
     return unit_post_backward(unit);
 }
@@ -322,7 +322,7 @@ static int finalise_units(struct runtime *runtime) {
             return -1;
     }
     for (int64_t i = runtime->num_units - 1; i >= 0; i--)
-        if (unit_end_wait(runtime->units[i]) < 0)
+        if (unit_post_backward_of_parts(runtime->units[i]) < 0)
             return -1;
     if (runtime_finish_reduction(runtime) < 0 || optional_reduce_all(runtime) < 0)
         return -1;

@@ -245,7 +245,7 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
         return 0;
     /* A frozen unit has no post-backward, and a unit whose trained parts are all checkpointed has one for each
      * part: they end with the gradients of their inputs. */
-    OWNED *hook = hook_new(trainable ? unit_end_wait : unit_reshard_only, unit, unit->object);
+    OWNED *hook = hook_new(trainable ? unit_post_backward_of_parts : unit_reshard_only, unit, unit->object);
     OWNED *remove = hook ? PyObject_CallFunctionObjArgs(callbacks.hook_inputs, *args, *kwargs, hook,
                                                         trainable ? Py_False : Py_True, NULL)
                          : NULL;

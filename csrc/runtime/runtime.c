@@ -263,7 +263,7 @@ void runtime_check(const struct runtime *runtime) {
         INVARIANT(unit->phase != PHASE_IN_STEP && !unit->ran_pre_backward &&
                   !unit->needs_pre_backward_unshard);
         INVARIANT(!unit->unsharded.prefetched && !unit->unsharded.mark.pending);
-        INVARIANT(!unit->remove_input_hooks && !unit->nesting.waits && !unit->stepping);
+        INVARIANT(!unit->remove_input_hooks && !unit->nesting.awaits_input_grads && !unit->stepping);
         INVARIANT(!unit->optional.open && !unit->optional.reached);
         INVARIANT(!unit->optional.enclosing || !unit->optional.first);
         int64_t place = unit->place.pre_forward;

@@ -175,7 +175,7 @@ int unit_remove_input_hooks(struct unit *unit) {
 
 int unit_end_step(struct unit *unit) {
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->inputs_only = false;
-    unit->nesting.waits = false;
+    unit->nesting.awaits_input_grads = false;
     unit->unsharded.prefetched = false;
     unit->place.post_forward = -1;
     return unit_set_phase(unit, PHASE_IDLE);

@@ -42,12 +42,12 @@ struct unit_unsharded {
 
 /* State of nested backwards: [Note: checkpoints inside a unit] in backward.c. */
 struct unit_nesting {
-    int64_t graph_task;   /* id of autograd's graph task for the backward of the unit */
-    bool recomputed;      /* true if the last forward was a recomputation inside a backward */
-    bool can_nest;        /* true if inputs are hooked, and autograd queried for anchor_will_run */
-    bool nested;          /* true if a backward nested in this one was seen */
-    bool anchor_will_run; /* true if this backward runs the unit's anchor */
-    bool waits;           /* true if gradients of nested backwards wait for those of the unit's inputs */
+    int64_t graph_task;      /* id of autograd's graph task for the backward of the unit */
+    bool recomputed;         /* true if the last forward was a recomputation inside a backward */
+    bool can_nest;           /* true if inputs are hooked, and autograd queried for anchor_will_run */
+    bool nested;             /* true if a backward nested in this one was seen */
+    bool anchor_will_run;    /* true if this backward runs the unit's anchor */
+    bool awaits_input_grads; /* true if the post-backward follows the gradients of the unit's inputs */
 };
 
 /* Places of a unit in the orders of its runtime; -1 if not recorded. */
@@ -193,7 +193,7 @@ bool unit_exposes_views(struct unit *part);
 int unit_pre_backward(void *unit);
 int unit_unshard_for_backward(struct unit *unit); /* like unit_unshard_for_forward */
 int unit_post_backward(void *unit);
-int unit_end_wait(void *unit);                     /* after the gradients of its inputs; ends `waits` */
+int unit_post_backward_of_parts(void *unit);       /* after the gradients of the unit's inputs */
 int unit_reshard_only(void *unit);                 /* a frozen unit, after the gradients of its inputs */
 int unit_refuse_backward(const struct unit *unit); /* raise an error for a unit without a runtime */
 /* Return 1 if the backward at the unit's node also runs the anchor, 0 if not, -1 with an exception. */

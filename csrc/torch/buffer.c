@@ -76,8 +76,8 @@ int buffer_alloc(struct buffer *buffer) {
     if (buffer->allocated)
         return 0;
     data_guard_set(&buffer->guard, false);
-    /* resize_() of a tensor that the user derived from a view may have allocated the storage: growing that would
-     * copy its bytes, unordered with writes on other streams */
+    /* The user may have allocated the storage by resize_() of a tensor derived from a view. Growing it would
+     * copy its bytes on the current stream, without an order with writes on other streams. */
     if (tensor_view_of(buffer->tensor, &buffer->view) < 0 ||
         (buffer->view.data && resize(buffer, freed_nbytes) < 0) || resize(buffer, buffer->full_nbytes) < 0) {
         data_guard_set(&buffer->guard, true);
