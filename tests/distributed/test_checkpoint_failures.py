@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_flatten_with_path
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, folder
@@ -24,6 +25,7 @@ from fsdp_c.optim import WholeParameters
 from tests.checkpoints import ExtraState
 from tests.distributed.test_checkpoint import flipped, folder_of_ranks
 from tests.distributed.test_sharded_state_dict import wrap
+from tests.parity.engine import same_bits
 from tests.ranks import both_views, device, device_type, on_ranks
 
 
@@ -58,33 +60,21 @@ def made(
     return model, optimizer, layer
 
 
-def snapshot(model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any, Any]:
-    own = {
-        name: value.local.clone()
-        for name, value in checkpoint.model_state(model).items()
-        if hasattr(value, "local")
-    }
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    state = [
-        {name: torch.as_tensor(value).clone() for name, value in optimizer.state[p].items()} for p in params
-    ]
-    groups = [
-        {name: copy.deepcopy(v) for name, v in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
-    return own, state, groups
+def snapshot(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return copies of the values of model, state and groups by their paths."""
+    own, state = checkpoint.model_state(model), optimizer.state_dict()
+    values = {name: value.local.detach() for name, value in own.items() if hasattr(value, "local")}
+    parts = {"model": values, "state": state["state"], "groups": state["param_groups"]}
+    return {name: dict(tree_flatten_with_path(copy.deepcopy(part))[0]) for name, part in parts.items()}
 
 
 def changed(before: Any, model: Any, optimizer: torch.optim.Optimizer, alike: bool = True) -> list[str]:
     """Return the changed parts of model, state and groups; with ``alike`` the same on all ranks."""
-    after = snapshot(model, optimizer)
-    own = [name for name in before[0] if not torch.equal(before[0][name], after[0][name])]
-    pairs = zip(before[1], after[1], strict=True)
-    state = any(
-        one.keys() != other.keys() or any(not torch.equal(one[n], other[n]) for n in one)
-        for one, other in pairs
-    )
-    mine = ["model"] * bool(own) + ["state"] * state + ["groups"] * (before[2] != after[2])
+    mine = []
+    for name, after in snapshot(model, optimizer).items():
+        is_same = [same_bits(value, after.get(path)) for path, value in before[name].items()]
+        if not all(is_same) or after.keys() != before[name].keys():
+            mine.append(name)
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     assert not alike or len({tuple(each) for each in everyones}) == 1, everyones

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import ShardingStrategy, StateDictType
+from torch.distributed.fsdp import ShardingStrategy
 
 import fsdp_c
 from fsdp_c import checkpoint
@@ -31,24 +30,11 @@ from tests.distributed.test_checkpoint import (
     full_model,
     full_optim,
     torch_model,
+    whole,
 )
-from tests.distributed.test_sharded_state_dict import contiguous, odd, wrap
+from tests.distributed.test_sharded_state_dict import contiguous, odd, saved, wrap
 from tests.ranks import both_views, on_ranks
-
-both = pytest.mark.parametrize("which", ["torch", "fsdp_c"])
-
-
-def state_of(model: Any, kind: str, optimizer: Any = None) -> dict[str, Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with type(model).state_dict_type(model, StateDictType[f"{kind}_STATE_DICT"]):
-            state = {"model": model.state_dict()}
-            return (
-                state
-                if optimizer is None
-                else state | {"optim": type(model).optim_state_dict(model, optimizer)}
-            )
-
+from tests.training import SHARDED
 
 # ----------------------------------------------------------------- DCP with other planners and formats
 
@@ -112,10 +98,11 @@ def test_torchs_safetensors_writer_is_refused_where_it_would_drop_boxes(rank, sa
     ):
         dcp.save(checkpoint.model_state(model), storage_writer=writer)
     dcp.save(checkpoint.model_state(model), checkpoint_id=folder / "dcp")
-    whole = checkpoint.model_state(wrap(nn.Linear(4, 3), True, sharding_strategy=ShardingStrategy.NO_SHARD))
+    unsharded = wrap(nn.Linear(4, 3), True, sharding_strategy=ShardingStrategy.NO_SHARD)
+    values = checkpoint.model_state(unsharded)
     if rank == 0:
         writer = dcp.HuggingFaceStorageWriter(str(folder / "whole"))
-        dcp.save(whole, storage_writer=writer, no_dist=True)
+        dcp.save(values, storage_writer=writer, no_dist=True)
 
 
 @pytest.mark.parametrize("consolidated", [False, True])
@@ -131,7 +118,7 @@ def test_safetensors_through_dcps_writer_and_reader(consolidated):
     writer = dcp.HuggingFaceStorageWriter(
         str(folder), save_distributed=True, enable_consolidation=consolidated
     )
-    dcp.save(state_of(meshed, "SHARDED")["model"], storage_writer=writer)
+    dcp.save(saved(meshed, SHARDED), storage_writer=writer)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
@@ -210,16 +197,16 @@ def test_state_dicts_of_fsdp2_go_both_ways(full):
     with installed():
         model, theirs = wrap(contiguous(0), True, mesh=True), torch_model("fsdp2", seed=1)
         there = get_model_state_dict(theirs, options=options)
-        expected = whole_tensors(there)
+        expected = {name: value.clone() for name, value in whole(there).items()}
         set_model_state_dict(model, there, options=options)
         here = get_model_state_dict(model, options=options)
         assert {type(value) for value in here.values()} <= (
             {Tensor} if full else {dist.tensor.DTensor, Tensor}
         )
-        assert_same_tensors(expected, whole_tensors(here))
+        assert_same_tensors(expected, whole(here))
         back = torch_model("fsdp2", seed=2)
         set_model_state_dict(back, here, options=options)
-        assert_same_tensors(expected, whole_tensors(get_model_state_dict(back, options=options)))
+        assert_same_tensors(expected, whole(get_model_state_dict(back, options=options)))
 
 
 @contextmanager
@@ -230,10 +217,3 @@ def installed() -> Iterator[None]:
         yield
     finally:
         fsdp_c.uninstall()
-
-
-def whole_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {
-        key: (value.full_tensor() if isinstance(value, dist.tensor.DTensor) else value).clone()
-        for key, value in state.items()
-    }

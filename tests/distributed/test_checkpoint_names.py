@@ -4,7 +4,6 @@ exchange with torch and for earlier checkpoints.
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.fsdp import StateDictType
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError
@@ -28,6 +26,7 @@ from tests.distributed.test_checkpoint import (
 )
 from tests.distributed.test_sharded_state_dict import wrap
 from tests.ranks import both_views, device, on_ranks
+from tests.training import SHARDED
 
 
 class Inner(nn.Module):
@@ -136,10 +135,8 @@ def test_names_are_those_of_torchs_get_state_dict(how):
     folder = folder_of_ranks()
     theirs = build(how, 1, "torch", kind=Inner)
     optimizer = stepped(theirs)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        type(uncompiled(theirs)).set_state_dict_type(uncompiled(theirs), StateDictType.SHARDED_STATE_DICT)
-        state, of_optimizer = get_state_dict(theirs, optimizer)
+    type(uncompiled(theirs)).set_state_dict_type(uncompiled(theirs), SHARDED)
+    state, of_optimizer = get_state_dict(theirs, optimizer)
     dcp.save({"model": state, "optim": of_optimizer}, checkpoint_id=folder / "torch")
     # sharded states: with use_orig_params torch's FULL optimizer state has exp_avg_sq in place of exp_avg
     expected = {name.replace("_orig_mod.", ""): whole(value) for name, value in state.items()}

@@ -1,6 +1,4 @@
-"""Checkpoints between versions of torch, and between versions of Python, which pickle enum members and paths
-differently.
-"""
+"""Checkpoints between versions of torch, and of Python, which differ in pickles of enum members and paths."""
 
 from __future__ import annotations
 
@@ -25,25 +23,19 @@ from fsdp_c.checkpoint import cli
 from fsdp_c.checkpoint.contents import BytesEntry, TensorEntry
 from fsdp_c.checkpoint.folder import METADATA
 from fsdp_c.checkpoint.storage import read_checkpoint, read_chunk
-from tests.checkpoints import loaded_version, plain, save, torch_save, trained
+from tests.checkpoints import plain, save, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 _five_values = TensorProperties.__getstate__
 
 
 def _six_values(self: TensorProperties) -> tuple[Any, ...]:
-    """Return the state as in torch 2.15, with strides. The reader of the installed torch may expect five
-    values.
-    """
+    """Return the state as in torch 2.15, with strides; the installed torch may read five values."""
     return (*_five_values(self)[:5], (3, 1))
 
 
-def as_of_torch_2_15() -> Any:
-    return mock.patch.object(TensorProperties, "__getstate__", _six_values)
-
-
 def test_metadata_written_by_torch_2_15_are_read_by_the_installed_torch(tmp_path: Path) -> None:
-    with as_of_torch_2_15():
+    with mock.patch.object(TensorProperties, "__getstate__", _six_values):
         save(tmp_path / "saved", 1)
     states = []
     with mock.patch.object(TensorProperties, "__setstate__", lambda self, state: states.append(len(state))):
@@ -101,12 +93,6 @@ def test_metadata_hold_what_torch_looks_for_and_what_pickle_writes_on_older_vers
     assert all(torch.equal(torch_reads["model"][key], value) for key, value in state.items())
     if len(TensorProperties().__getstate__()) == 5:  # newer versions write more
         assert pickle.loads(pickle.dumps(found)) == found
-
-
-def test_checkpoint_of_torch_2_15_is_loaded(tmp_path: Path) -> None:
-    with as_of_torch_2_15():
-        torch_save(tmp_path, 3)
-    assert loaded_version(tmp_path) == 3
 
 
 # ----------------------------------------------------------------- versions of Python
