@@ -113,13 +113,16 @@ def test_a_path_is_followed_as_the_system_does_it(tmp_path: Path, monkeypatch: p
 
 def test_a_background_save_goes_where_its_path_led_at_the_call(tmp_path: Path, monkeypatch: Any) -> None:
     over, run = threading.Event(), checkpoint.BackgroundSave._run
-    monkeypatch.chdir(tmp_path)
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "after" / "ckpt").write_text("a file: a save to it fails")
+    monkeypatch.chdir(tmp_path / "before")
     with mock.patch.object(checkpoint.BackgroundSave, "_run", lambda own: (over.wait(600), run(own))):
-        handle = checkpoint.save(*model_of(1), "null", extra={"version": 1}, background=True)
-    monkeypatch.chdir("/dev")
+        handle = checkpoint.save(*model_of(1), "ckpt", extra={"version": 1}, background=True)
+    monkeypatch.chdir(tmp_path / "after")
     over.set()
     handle.wait()
-    assert loaded(tmp_path / "null") == 1
+    assert loaded(tmp_path / "before" / "ckpt") == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork with threads warns; the threads are idle
