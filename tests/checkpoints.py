@@ -8,17 +8,19 @@ import sys
 import threading
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint.folder import LAYOUT, METADATA, read_footer, with_footer
 from fsdp_c.checkpoint.storage import read_checkpoint, read_entries
+from tests.parity.engine import same_bits
 from tests.processes import ROOT
 
 PAGE = ROOT / "docs" / "checkpoints.md"
@@ -38,9 +40,7 @@ def contents(path: Path) -> dict[str, Any]:
 
 
 def pickle_of(content: bytes) -> bytes:
-    """Return a ``.metadata`` of fsdp_c without its last two lines: a line of JSON, and a line with its
-    length.
-    """
+    """Return a ``.metadata`` of fsdp_c without its last two lines."""
     last = content.splitlines(keepends=True)[-1]
     return content[: -len(last) - int(last.split()[2], 16)]
 
@@ -54,19 +54,31 @@ def with_right_checksums(path: Path, layout: bytes) -> None:
     (path / METADATA).write_bytes(b"".join(with_footer([pickle_of(content)], footer)))
 
 
+def quick_disk() -> Iterator[None]:
+    """Skip fsync: a fixture of tests without a power failure."""
+    with mock.patch("os.fsync", lambda descriptor: None):
+        yield
+
+
+def listed(path: Path) -> dict[str, bytes]:
+    """Return every file below ``path`` with its content."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def flipped(path: Path, position: int) -> None:
+    """Change a bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0x10
+    path.write_bytes(content)
+
+
 def differences(one: Path, other: Path) -> list[str]:
     """Return the keys that differ in value between two checkpoints or are in one of them only."""
     ours, theirs = contents(one), contents(other)
     shared = ours.keys() & theirs.keys()
     return sorted(
-        (ours.keys() ^ theirs.keys()) | {key for key in shared if not _same(ours[key], theirs[key])}
+        (ours.keys() ^ theirs.keys()) | {key for key in shared if not same_bits(ours[key], theirs[key])}
     )
-
-
-def _same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other) or not isinstance(one, Tensor):
-        return type(one) is type(other) and one == other
-    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 class ExtraState(nn.Module):

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import cli
-from tests.checkpoints import differences, trained
+from tests.checkpoints import differences, flipped, trained
 from tests.processes import ROOT, output_of_python
 
 
@@ -25,19 +25,11 @@ def run(*args: Any, status: int = 0) -> None:
     assert cli.main([str(arg) for arg in args]) == status
 
 
-def damage(path: Path) -> Path:
-    """Flip a bit of the first weight and return its file."""
-    (file,) = path.rglob("*.distcp")
-    content = bytearray(file.read_bytes())
-    content[content.index(trained()[0][0].weight.detach().numpy().tobytes())] ^= 1
-    file.write_bytes(content)
-    return file
-
-
 def test_verify_says_what_is_damaged(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("verify", saved)
     assert "written by fsdp_c, with checksums: " in capsys.readouterr().out
-    file = damage(saved)
+    (file,) = saved.rglob("*.distcp")
+    flipped(file, file.read_bytes().index(trained()[0][0].weight.detach().numpy().tobytes()))
     run("verify", saved, status=1)
     damaged, summary = capsys.readouterr().out.splitlines()
     assert damaged == f"{file}: the data of model.0.weight are damaged: their checksum does not match"

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, cli
 from fsdp_c.checkpoint.export import export
+from tests.checkpoints import flipped
 from tests.processes import ROOT, output_of_python
+from tests.training import assert_same
 
 library = pytest.importorskip("safetensors.torch")
 
@@ -70,12 +72,6 @@ def state_of(path: Path) -> dict[str, Tensor]:
     model = Tied()
     checkpoint.load(model, None, path)
     return model.state_dict()
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert sorted(found) == sorted(expected)
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
 def test_the_model_is_exported_alone_with_tied_weights_under_each_name(
@@ -175,9 +171,7 @@ def test_what_cannot_be_exported_is_refused_by_name(
 
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(saved: Path, tmp_path: Path, capsys) -> None:
     (file,) = saved.rglob("*.distcp")
-    content = bytearray(file.read_bytes())
-    content[content.index(state_of(saved)["norm.weight"].numpy().tobytes())] ^= 1
-    file.write_bytes(content)
+    flipped(file, file.read_bytes().index(state_of(saved)["norm.weight"].numpy().tobytes()))
     run(saved, tmp_path / "runs" / "out", status=2)
     assert f"error: {file}: the data of model.norm.weight are damaged" in capsys.readouterr().err
     assert list((tmp_path / "runs").iterdir()) == []

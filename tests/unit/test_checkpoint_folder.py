@@ -1,6 +1,4 @@
-"""The folder around a checkpoint: unrelated files, other writers, concurrent readers, and torch's own
-checkpoints.
-"""
+"""The folder around a checkpoint: unrelated files, other writers, readers, and torch's own checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import errno
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, cli, contents, folder, layout_file, loading, saving, storage
+from tests.checkpoints import listed, model_of, quick_disk, save, torch_save
 from tests.checkpoints import loaded_version as loaded
-from tests.checkpoints import model_of, save, torch_save
 from tests.processes import as_nobody
 
 pytestmark = [
@@ -27,13 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 existing = pytest.mark.parametrize("exists", [False, True])
-
-
-@pytest.fixture(autouse=True)
-def quick_disk() -> Iterator[None]:
-    """Skip fsync: these tests have no power failure."""
-    with mock.patch("os.fsync", lambda descriptor: None):
-        yield
+quick_disk = pytest.fixture(autouse=True)(quick_disk)
 
 
 def torch_loaded(path: Path) -> int:
@@ -42,11 +34,6 @@ def torch_loaded(path: Path) -> int:
     version = state["extra"]["version"]
     assert all((value == version).all() for value in state["model"].values())
     return version
-
-
-def listed(path: Path) -> dict[str, bytes]:
-    """Return every file below ``path`` with its content."""
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 # ----------------------------------------------------------------- other files in the folder

@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,14 +15,9 @@ import pytest
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, contents, metadata
-from tests.checkpoints import killed_at, loaded_version, model_of, pickle_of, save, torch_save
+from tests.checkpoints import killed_at, loaded_version, model_of, pickle_of, quick_disk, save, torch_save
 
-
-@pytest.fixture(autouse=True)
-def quick_disk() -> Iterator[None]:
-    """Skip fsync: these tests have no power failure."""
-    with mock.patch("os.fsync", lambda descriptor: None):
-        yield
+quick_disk = pytest.fixture(autouse=True)(quick_disk)
 
 
 def prepare(path: Path, kind: str) -> int:
@@ -110,9 +105,7 @@ def test_a_torn_or_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_is_flushed_too_late(tmp_path: Path) -> None:
-    """All files reachable from a published name are flushed before the rename, and the old data are removed
-    after the rename is flushed.
-    """
+    """All files are flushed before the rename, and the rename before the old data are removed."""
     path = tmp_path / "ckpt"
     done: list[str] = []
 

@@ -34,13 +34,10 @@ def test_a_damaged_one_is_refused_and_torch_reads_the_checkpoint(tmp_path: Path,
     sound = layout.read_bytes()
     flips = (0, 20, 60, len(sound) - 30, len(sound) - 1)
     damaged = [sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :] for at in flips]
-    for content in (*damaged, b"", sound[:-1], sound + b"x", of_other.read_bytes(), None):
-        if content is None:
-            layout.unlink()
-        else:
-            layout.write_bytes(content)
+    for content in (*damaged, sound[:-1], sound + b"x", of_other.read_bytes()):
+        layout.write_bytes(content)
         with pytest.raises(
-            CheckpointError, match=f"{LAYOUT}: (damaged: .*checkpoint.load|missing|.*truncated or replaced)"
+            CheckpointError, match=f"{LAYOUT}: (damaged: .*checkpoint.load|.*truncated or replaced)"
         ):
             loaded_version(path)
         assert cli.main(["verify", str(path)]) == 1

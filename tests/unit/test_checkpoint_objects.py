@@ -29,7 +29,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, objects
-from tests.checkpoints import ExtraState
+from tests.checkpoints import ExtraState, listed
 
 
 class Point(NamedTuple):
@@ -175,11 +175,8 @@ def test_a_scalar_of_numpy_is_saved_as_the_number(value, tmp_path):
 
 @pytest.mark.parametrize("named", REFUSED)
 def test_what_could_not_be_read_is_refused_by_name_and_the_old_checkpoint_stays(named, tmp_path):
-    def files() -> dict[str, bytes]:
-        return {str(file): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-
     checkpoint.save(*model("old"), tmp_path / "a", extra={"old": 1})
-    before, value = files(), REFUSED[named]
+    before, value = listed(tmp_path), REFUSED[named]
     for where, key in (("extra", "extra"), ("own", "1._extra_state"), ("group", "key")):
         own, optimizer = model(value if where == "own" else None)
         if where == "group":
@@ -189,7 +186,7 @@ def test_what_could_not_be_read_is_refused_by_name_and_the_old_checkpoint_stays(
             extra = {"deep": {"key": value}} if where == "extra" else None
             checkpoint.save(own, optimizer, tmp_path / "a", extra=extra)
         assert key in str(failed.value), (where, str(failed.value))
-        assert files() == before
+        assert listed(tmp_path) == before
 
 
 def test_the_error_names_key_type_and_a_way_out_and_the_way_out_works(tmp_path):

@@ -40,9 +40,7 @@ def of_range(shape: tuple[int, ...], start: int, numel: int, order: tuple[int, .
 
 
 def plans_of(ranks: int, layers: int = 3, replicas: int = 1) -> list[RankPlan]:
-    """Return the plans of layers that are units, with optimizer state, a step per holder of a parameter, and
-    an object.
-    """
+    """Return the plans of layers that are units, with optimizer state, steps, and an object."""
     plans = []
     for rank in range(ranks):
         layout = _C.FlatLayout(
