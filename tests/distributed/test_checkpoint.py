@@ -591,12 +591,6 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_the_old_checkpoint(
     assert checkpoint.load(other, optimizer, folder / "ckpt") == {}
 
 
-def flipped(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 0x10
-    path.write_bytes(content)
-
-
 @on_ranks(2)
 def test_what_does_not_fit_is_found_before_anything_is_changed():
     source, target = made(), made(seed=1)

@@ -22,8 +22,8 @@ from fsdp_c.checkpoint import CheckpointError, folder
 from fsdp_c.checkpoint.folder import LAYOUT, METADATA
 from fsdp_c.checkpoint.storage import read_checkpoint
 from fsdp_c.optim import WholeParameters
-from tests.checkpoints import ExtraState
-from tests.distributed.test_checkpoint import flipped, folder_of_ranks
+from tests.checkpoints import ExtraState, flipped
+from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.distributed.test_sharded_state_dict import wrap
 from tests.parity.engine import same_bits
 from tests.ranks import both_views, device, device_type, on_ranks

@@ -1,6 +1,4 @@
-"""Malicious checkpoints: nothing in them is executed, no outside file is read, no size is trusted, and no
-value is loaded in place of another.
-"""
+"""Malicious checkpoints execute nothing, read no other file, take no memory, and replace no value."""
 
 from __future__ import annotations
 
