@@ -335,9 +335,7 @@ _pools: dict[tuple[int, str], RankPool] = {}
 
 
 def pool(world_size: int, label: str = "") -> RankPool:
-    """Return this session's pool for a world size. Tests that change process-wide state use a pool with a
-    label.
-    """
+    """Return this session's pool for a world size. Tests that change process-wide state pass a label."""
     return _pools.setdefault((world_size, label), RankPool(world_size))
 
 

@@ -333,9 +333,7 @@ def cycle_violations(root: Path) -> list[str]:
 
 
 def python_layer_of(name: str) -> int:
-    """Return the index of a module's layer in PYTHON_LAYERS, or of its package's layer; -1 if neither is
-    listed.
-    """
+    """Return the index of a module's layer in PYTHON_LAYERS, or of its package's; -1 if neither is listed."""
     places = {name: place for place, layer in enumerate(PYTHON_LAYERS) for name in layer}
     return places.get(name, places.get(name.split(".")[0], -1))
 

@@ -1,6 +1,4 @@
-"""Tests of this folder need a GPU, real or simulated (docs/testing.md). Elsewhere they are skipped with a
-reason.
-"""
+"""Tests of this folder need a GPU, real or simulated (docs/testing.md). Elsewhere they are skipped."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Background saves on a GPU: neither the host nor the compute stream waits for the copy; only the optimizer
-does.
-"""
+"""Background saves on a GPU: the optimizer waits for the copy, not the host, nor the compute stream."""
 
 from __future__ import annotations
 

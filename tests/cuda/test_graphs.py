@@ -37,9 +37,7 @@ def batch(step: int) -> Tensor:
 
 
 def losses_and_gradients(model: Any, graphed: bool) -> list[Tensor]:
-    """Return losses and gradients of steps without reduction, which accumulate unsharded gradients on each
-    rank.
-    """
+    """Return losses and gradients of steps without reduction, which accumulate unsharded gradients."""
     inputs, losses = batch(0), []
 
     def step() -> Tensor:

@@ -1,6 +1,4 @@
-"""fsdp_c.checkpoint on ranks: any number of ranks, any wrapping, exchange with torch's FSDP1 and FSDP2, and
-no communication of tensors.
-"""
+"""fsdp_c.checkpoint on any number of ranks, for any wrapping, and in exchange with torch's FSDP1 and FSDP2."""
 
 from __future__ import annotations
 
@@ -69,9 +67,7 @@ def hybrid_mesh(kind: str) -> DeviceMesh:
 
 
 def adamw(model: nn.Module, groups: int = 2) -> torch.optim.Optimizer:
-    """Return AdamW with two groups, so that the assignment of parameters to groups matters; one group if the
-    wrapping changes.
-    """
+    """Return AdamW with two groups, so that parameters must get to theirs; one if the wrapping changes."""
     params = list(model.parameters())
     split = [{"params": params[:1], "lr": 0.02}, {"params": params[1:]}]
     return torch.optim.AdamW(split if groups == 2 else [{"params": params, "lr": 0.02}], lr=0.01)
@@ -236,17 +232,13 @@ def load_by_older_functions(model: Any, optimizer: Any, path: Path) -> None:
 
 def load_by_set_state_dict(model: Any, optimizer: Any, path: Path) -> None:
     with mock.patch("torch.distributed.checkpoint.state_dict.FSDP", FSDP):
-        own = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
         # The default planner drops a ShardedTensor without rows on this rank, and then assumes an older
         # format of the checkpoint, also with torch's FSDP1.
-        dcp.load(own, checkpoint_id=path, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
-        set_state_dict(model, optimizer, model_state_dict=own["model"], optim_state_dict=own["optim"])
+        torch_load(model, optimizer, path, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
 
 
 def body_load_all(rank: int, world_size: int, folder: str, saving: int) -> None:
-    """Load into every kind of model once. Over the numbers of ranks, each meets every pair of a checkpoint and
-    a way.
-    """
+    """Load into every kind of model once; over the numbers of ranks, from each checkpoint in each way."""
     ways = (load_by_older_functions, load_by_set_state_dict, checkpoint.load)
     for index, options in enumerate(WRAPPINGS):
         name = [*SAVED][(index + world_size) % len(SAVED)]
@@ -318,10 +310,10 @@ def torch_save(model: Any, optimizer: Any, path: Path, **options: Any) -> None:
     dcp.save({"model": own, "optim": of_optimizer, "extra": EXTRA}, checkpoint_id=path)
 
 
-def torch_load(model: Any, optimizer: Any, path: Path) -> None:
+def torch_load(model: Any, optimizer: Any, path: Path, **options: Any) -> None:
     own, of_optimizer = get_state_dict(model, optimizer)
     state = {"model": own, "optim": of_optimizer}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path, **options)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
@@ -487,7 +479,6 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("kind", ["orig", "flat", "unsharded", "alone"])
 @on_ranks(4)
 def test_tensor_parallel_parameters_are_those_of_the_plain_model(kind):
-    """Checkpoints load with and without tensor parallelism, and training continues equally."""
     model, plain = plan_of(kind, 0), plan_of("none", 1)
     optimizer, its_optimizer = adam(model), adam(plain)
     for index in range(2):

@@ -141,18 +141,14 @@ def test_the_pages_functions_save_to_an_address_and_load_from_it(rank, use_orig_
         optimizer = trained_optimizer(model)
         functions["save"](model, optimizer, address)
         expected = full_model(model), full_optim(model, optimizer)["state"]
-        for flat in (True, False):
-            other = wrap(odd(1), flat, mesh=True)
+        ways = (True, functions["load"], address), (False, functions["load"], address)
+        for flat, load, path in (*ways, (use_orig_params, checkpoint.load, folder / "step-000200")):
+            other = wrap(odd(1), flat, mesh=load is not checkpoint.load)
             resumed = torch.optim.AdamW(other.parameters(), lr=9.0)
-            functions["load"](other, resumed, address)
+            load(other, resumed, path)
             assert_same_tensors(expected[0], full_model(other))
             assert_same_tensors(expected[1], full_optim(other, resumed)["state"])
             assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-        other = wrap(odd(1), use_orig_params)
-        resumed = torch.optim.AdamW(other.parameters(), lr=9.0)
-        checkpoint.load(other, resumed, folder / "step-000200")
-        assert_same_tensors(expected[0], full_model(other))
-        assert_same_tensors(expected[1], full_optim(other, resumed)["state"])
         resumed = torch.optim.AdamW(other.parameters(), lr=9.0)
         with pytest.raises(dcp.api.CheckpointException, match="Missing key.*param_groups"):
             functions["load"](other, resumed, address)

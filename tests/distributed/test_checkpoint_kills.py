@@ -1,6 +1,4 @@
-"""kill -9 of ranks at random points of a save: the checkpoint is the old or the new one, complete in either
-case.
-"""
+"""kill -9 of ranks at random points of a save: the checkpoint is the old or the new one, and complete."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Checkpoints of compiled models have names without torch.compile's prefix, in saves and loads, also in
-exchange with torch and for earlier checkpoints.
-"""
+"""Checkpoints of compiled models have names without torch.compile's prefix, as torch's do."""
 
 from __future__ import annotations
 
@@ -158,9 +156,7 @@ def test_names_are_those_of_torchs_get_state_dict(how):
 
 
 class Holder(nn.Module):
-    """A module that calls a child _orig_mod, as torch.compile does, beside a parameter with the name of the
-    child's.
-    """
+    """A module with a child _orig_mod, and with a parameter of the same name as the child's."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -53,9 +53,7 @@ def move(model: Any) -> None:
 def test_moved_model_trains_as_an_unmoved_one(
     rank: int, use_orig_params: bool, strategy: str, mixed: bool
 ) -> None:
-    """Moves before the first step, between steps, between a forward and its backward, and after an
-    evaluation.
-    """
+    """Moves before the first step, between steps, between forward and backward, after an evaluation."""
     seen = []
     for moves in (False, True):
         options = {"mixed_precision": MixedPrecision(torch.bfloat16)} if mixed else {}

@@ -1,6 +1,4 @@
-"""Hooks on flat parameters and on the weights of a forward: their arguments, and the effects of their
-changes.
-"""
+"""Hooks on flat parameters and on the weights of a forward: arguments, and effects of their changes."""
 
 from __future__ import annotations
 

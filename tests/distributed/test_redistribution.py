@@ -1,6 +1,4 @@
-"""Shards of flat parameters are converted to chunks of rows, full tensors, or shards of another layout, and
-back.
-"""
+"""Shards of flat parameters become chunks of rows, full tensors or shards of another layout, and back."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -53,34 +53,26 @@ def collect_later(allocations: int) -> None:
     gc.set_threshold(max(count + allocations, 1), 10_000, 10_000)
 
 
-class Activation(torch.autograd.Function):
-    """The identity. Its part of the graph holds an object that ``held`` refers to."""
+class Hooked(nn.Linear):
+    """A layer whose output has a hook with an object that ``held`` refers to."""
 
-    held: ClassVar[list[weakref.ref[nn.Module]]] = []
+    held: weakref.ref[nn.Module]
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.object = nn.Module()
-        Activation.held.append(weakref.ref(ctx.object))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  # torch allows any number of gradients
-        return gradient
-
-
-class Activated(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return Activation.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]  # untyped in torch
+        output, kept = super().forward(x), nn.Module()
+        output.register_hook(lambda _, kept=kept: None)
+        self.held = weakref.ref(kept)
+        return output
 
 
 @both_views
 def test_the_graph_of_a_first_forward_without_backward_ends_with_its_output(use_orig_params: bool) -> None:
     options: Any = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
     inner = FSDP(nn.Linear(WIDTH, WIDTH), **options)
-    model = FSDP(nn.Sequential(Activated(WIDTH, WIDTH), inner), **options)
+    hooked = Hooked(WIDTH, WIDTH)
+    model = FSDP(nn.Sequential(hooked, inner), **options)
     model(torch.ones(2, WIDTH))
-    assert Activation.held.pop()() is None
+    assert hooked.held() is None
 
 
 @both_views
