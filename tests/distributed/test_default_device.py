@@ -18,7 +18,6 @@ from tests.distributed.test_checkpoint import (
     full_model,
     full_optim,
 )
-from tests.distributed.test_checkpoint_files import state_of
 from tests.distributed.test_state_dict import wrap
 from tests.models import WIDTH
 from tests.ranks import both_views, device, on_ranks
@@ -58,11 +57,12 @@ def test_training_saving_and_loading_are_the_same(rank: int, use_orig_params: bo
         train(model, optimizer)
         actual["trained"] = values(model, optimizer)
         for kind in ("LOCAL", "FULL", "SHARDED"):
-            state = state_of(model, kind, None if kind == "LOCAL" else optimizer)
-            with FSDP.state_dict_type(into[0], StateDictType[f"{kind}_STATE_DICT"]):
-                into[0].load_state_dict(state["model"])
+            of_type = StateDictType[f"{kind}_STATE_DICT"]
+            with FSDP.state_dict_type(model, of_type), FSDP.state_dict_type(into[0], of_type):
+                into[0].load_state_dict(model.state_dict())
                 if kind != "LOCAL":
-                    into[1].load_state_dict(FSDP.optim_state_dict_to_load(*into, state["optim"]))
+                    state = FSDP.optim_state_dict(model, optimizer)
+                    into[1].load_state_dict(FSDP.optim_state_dict_to_load(*into, state))
             actual[kind] = {"model": full_model(into[0])} if kind == "LOCAL" else values(*into)
         checkpoint.save(model, optimizer, folder / "saved")
         checkpoint.load(*into, folder / "saved")
