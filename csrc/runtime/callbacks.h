@@ -10,14 +10,14 @@
 
 /* `module` is a FullyShardedDataParallel, `handle` a FlatParamHandle. */
 #define CALLBACKS(X)                                                                                         \
-    X(lazy_init)             /* (module): bind the unit to a runtime */                                      \
-    X(convert_inputs)        /* (args, kwargs, device or None, dtype or None) -> (args, kwargs) */           \
-    X(hook_inputs)           /* (args, kwargs, hook, keeps_graph) -> function to remove it, or None */       \
-    X(tensors_of)            /* (output) -> list of its tensors that require a gradient */                   \
-    X(check_ddp)             /* (module, ddp) */                                                             \
-    X(cast_buffers_for_mode) /* (module) */                                                                  \
-    X(step_in_backward)      /* (handle): run the unit's optimizers */                                       \
-    X(log_post_backward)     /* (module) */                                                                  \
+    X(lazy_init)                      /* (module): bind the unit to a runtime */                             \
+    X(convert_inputs)                 /* (args, kwargs, device or None, dtype or None) -> (args, kwargs) */  \
+    X(hook_inputs)                    /* (args, kwargs, hook, keeps_graph) -> its removal, or None */        \
+    X(tensors_of)                     /* (output) -> list of its tensors that require a gradient */          \
+    X(check_ddp)                      /* (module, ddp) */                                                    \
+    X(cast_buffers_for_mode)          /* (module) */                                                         \
+    X(step_in_backward)               /* (handle): run the unit's optimizers */                              \
+    X(log_post_backward)              /* (module) */                                                         \
     X(warn_of_units_without_gradient) /* (module, names) */                                                  \
     X(check_backward)                 /* (module) */                                                         \
     X(explain_error)                  /* (error, module): add an explanation to the exception */             \

@@ -241,10 +241,11 @@ def _rekeyed(
         elif not known.is_original:
             state = _flat_state(known, states, parts, options)
         else:
+            holds_elements = known.holds_elements
             for name, value in states[names[0]].items():
-                if (names[0], name) in copies and known.holds_elements:
+                if (names[0], name) in copies and holds_elements:
                     state[name] = copies[names[0], name]
-                elif known.holds_elements or isinstance(value, WholeState):
+                elif holds_elements or isinstance(value, WholeState):
                     # every rank copies tensors of other shapes, see OptimParam.takes_any_shape
                     state[name] = _copied(value, options)
         if not state and options.named_optim is not None:
