@@ -64,15 +64,19 @@ if "hold" in what:
 model = FSDP(nn.Sequential(FSDP(nn.Linear(8, 8), device_id=cpu), nn.Linear(8, 4)), device_id=cpu)
 step()
 if "fail" in what:  # from here on: the ranks may begin at different times
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=3))
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1))
     if rank == 1:
-        time.sleep(10)
+        for _ in range(100):
+            time.sleep(0 if os.path.exists(file + "-failed") else 0.1)
         os._exit(0)
 if "slow" in what:  # it still holds the last tensors when the script is over
     for thread in gloo_threads():
         os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 try:
     step()
+except RuntimeError:
+    open(file + "-failed", "w").close()
+    raise
 finally:
     if "keep" not in what:
         dist.destroy_process_group()
