@@ -51,7 +51,7 @@ demo: build ## train the example language model on 2 ranks: RANKS=4 DEMO_FLAGS="
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_lm.py \
 	    --out "$(DEMO_OUT)" $(if $(findstring --resume,$(DEMO_FLAGS)),,--overwrite) $(DEMO_FLAGS)
 
-# `make test` runs all of QUICK, and one test in PART of each file of LONG and ON_GPU: a fixed choice without tests marked slow.
+# `make test` runs QUICK, and one test in PART of each file of LONG and ON_GPU: a fixed choice without tests marked slow.
 # `make test-all` also runs the others. WORKERS tests run in parallel.
 QUICK := tests/test_architecture.py tests/unit tests/native tests/parity/test_differences.py --ignore tests/native/test_cuda.py
 LONG := tests/distributed tests/parity tests/faults tests/native/test_cuda.py --ignore tests/parity/test_differences.py
@@ -65,10 +65,10 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --shard $(SHARD)
 SIMULATED = $(BIN)/python -m tests.simulated_gpu -m pytest -n $(WORKERS) --shard $(SHARD)
 
 test: build ## the quick tests, and a fixed part of the others that covers every file of the product
-	$(PYTEST) $(QUICK)
+	$(PYTEST) --part 1 $(QUICK)
 	$(PYTEST) --part $(PART) $(LONG)
 	$(SIMULATED) --part $(PART) $(ON_GPU)
-	$(SIMULATED) --part 1000 --device cuda $(ON_ANY_DEVICE)
+	$(SIMULATED) --part 1000 --device cuda tests/parity
 
 # Each fuzzer runs for AT_RANDOM seconds, with SEED. Commands other than pytest run in the first shard.
 AT_RANDOM ?= 60
@@ -76,6 +76,7 @@ SEED ?=
 RAISING := tests/unit/test_types.py tests/unit/test_threads.py tests/unit/test_arguments.py \
     tests/unit/test_errors.py tests/unit/test_garbage_collection.py
 test-all: test $(VENV)/.clients ## all tests, with client libraries and the wheel; SHARD=1/4 runs one of four parts
+	$(PYTEST) --rest 1 $(QUICK)
 	$(PYTEST) --rest $(PART) $(LONG)
 	$(SIMULATED) --rest $(PART) $(ON_GPU)
 	$(SIMULATED) --part 24 --device cuda $(ON_ANY_DEVICE)

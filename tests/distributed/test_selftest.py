@@ -30,6 +30,7 @@ sys.exit(selftest.main("cpu", 8))
 """
 
 
+@pytest.mark.slow
 def test_it_passes_on_ranks_of_its_own_and_ends_with_a_report() -> None:
     report = output_of_python("-m", "fsdp_c", "selftest", "--device", "cpu", "--width", "8", **VARIABLES)
     for line in ("2 ranks on cpu", "kernels: the bits of", *(f"{name}: loss" for name in selftest.RUNS)):
@@ -37,6 +38,7 @@ def test_it_passes_on_ranks_of_its_own_and_ends_with_a_report() -> None:
     assert "a checkpoint: saved and loaded with equal values\nall is well" in report
 
 
+@pytest.mark.slow
 def test_failures_are_named_with_rank_and_parameter_and_the_rest_goes_on(tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)

@@ -36,6 +36,7 @@ def test_verify_says_what_is_damaged(saved: Path, capsys: pytest.CaptureFixture[
     assert summary.endswith(": 1 problems")
 
 
+@pytest.mark.slow
 def test_torchs_converters_make_one_file_of_a_checkpoint_and_one_of_it(saved: Path, tmp_path: Path) -> None:
     module = "torch.distributed.checkpoint.format_utils"
     output_of_python("-W", "ignore", "-m", module, "dcp_to_torch", saved, tmp_path / "full.pt", cwd=ROOT)

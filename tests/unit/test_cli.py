@@ -84,7 +84,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("split", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_script_keeps_its_flags_and_status_and_the_processes_it_spawns_train_with_us(
     tmp_path: Path, split: bool
 ) -> None:

@@ -166,6 +166,7 @@ def test_modules_stand_under_torchs_names_once_they_are_asked_for() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_module_that_torch_still_has_is_torchs() -> None:
     """torch's module is used if it exists: FSDP2 imports helpers from one of FSDP1's modules, which may
     outlive the others.

@@ -17,6 +17,7 @@ import setuptools
 from tests.wheel import SYSTEM, libraries, needed
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow  # wheels are compiled
 SHIPPED = "csrc fsdp_c setup.py pyproject.toml MANIFEST.in README.md CHANGELOG.md LICENSE".split()
 
 
