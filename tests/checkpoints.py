@@ -140,19 +140,14 @@ def loaded_version(path: StrPath, model: nn.Module | None = None) -> int:
     return version
 
 
-def save_version(
-    model: nn.Module, optimizer: torch.optim.Optimizer, path: StrPath, version: int, background: bool
-) -> None:
+def save(path: StrPath, version: int, background: bool = False) -> None:
     """Save one version. All saved values are overwritten while a background save runs."""
+    model, optimizer = model_of(version)
     extra = {"version": version}
     handle = checkpoint.save(model, optimizer, path, extra=extra, background=background)
     fill(model, optimizer, -1)
     extra["version"] = -1
     handle.wait()
-
-
-def save(path: StrPath, version: int, background: bool = False) -> None:
-    save_version(*model_of(version), path, version, background)
 
 
 def torch_save(path: Path, version: int) -> None:

@@ -219,9 +219,16 @@ fill(model, optimizer, 1)
 checkpoint.save(model, optimizer, f"{folder}/ckpt", extra={"version": 1})
 write = writing.Writer._write
 
+def end_both():
+    while not all(os.path.exists(f"{folder}/writing-{each}") for each in range(2)):
+        time.sleep(0.01)
+    os.kill(os.getpid(), int(sys.argv[4]))
+
 def slow(self, *args):
     result = write(self, *args)
     open(f"{folder}/writing-{rank}", "w").close()
+    if what == "foreground":
+        end_both()
     time.sleep(60 if what in ("signal", "_exit") else 1)  # longer than this process lives
     if what == "full" and rank == 1:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -229,7 +236,7 @@ def slow(self, *args):
 
 writing.Writer._write = slow
 fill(model, optimizer, 2)
-checkpoint.save(model, optimizer, f"{folder}/ckpt", extra={"version": 2}, background=True)
+checkpoint.save(model, optimizer, f"{folder}/ckpt", extra={"version": 2}, background=what != "foreground")
 fill(model, optimizer, 3)
 if what == "exception":
     raise RuntimeError("in the training loop")
@@ -238,9 +245,7 @@ if what == "destroy":
 if what == "sys.exit":
     sys.exit(3)
 if what == "signal":
-    while not os.path.exists(f"{folder}/writing-{rank}"):
-        time.sleep(0.01)
-    os.kill(os.getpid(), int(sys.argv[4]))
+    end_both()
 if what == "_exit":
     os._exit(4)
 """
@@ -253,6 +258,7 @@ ENDS = {  # end of a rank: (its exit status, the checkpoint left)
     "full": (0, 1),
     f"signal {signal.SIGTERM:d}": (-signal.SIGTERM, 1),
     f"signal {signal.SIGKILL:d}": (-signal.SIGKILL, 1),
+    f"foreground {signal.SIGKILL:d}": (-signal.SIGKILL, 1),
 }
 
 

@@ -1,13 +1,15 @@
-"""A failed load or save leaves model, state and groups unchanged on every rank, except for the values that
-the error names.
-"""
+"""A failed load or save changes no model, state or groups on any rank, except the values that it names."""
 
 from __future__ import annotations
 
 import copy
 import math
+import os
 import re
+import shutil
+import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten_with_path
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, folder
+from fsdp_c.checkpoint import CheckpointError, folder, loading
 from fsdp_c.checkpoint.folder import LAYOUT, METADATA
 from fsdp_c.checkpoint.storage import read_checkpoint
 from fsdp_c.optim import WholeParameters
@@ -259,6 +261,36 @@ def test_extra_state_that_one_rank_does_not_take_is_an_error_on_all():
     assert "groups" not in changed(before, model, optimizer)
 
 
+@on_ranks(2)
+def test_ranks_that_found_different_checkpoints_begin_anew(rank):
+    (model, *_), folder = made(1, nn.Linear), folder_of_ranks()
+    path, other = folder / "ckpt", folder / "other"
+    original, reads = loading.read_checkpoint, []
+    for version, target in ((1, path), (2, other)):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(version)
+        checkpoint.save(model, None, target, extra={"version": version})
+
+    def read(path: Path, **options: Any) -> Any:
+        """Replace the checkpoint between the reads of the two ranks."""
+        reads.append(path)
+        if rank == 1 and len(reads) == 1:
+            found = original(path, **options)
+            (data,) = other.glob("fsdp_c-data-*")
+            shutil.copytree(data, path / data.name)
+            os.replace(other / ".metadata", path / ".metadata")
+            return found
+        while (other / ".metadata").exists():
+            time.sleep(0.01)
+        return original(path, **options)
+
+    with mock.patch.object(loading, "read_checkpoint", read):
+        found = checkpoint.load(model, None, path)
+    assert found == {"version": 2} and len(reads) == 2
+    assert all((param == 2).all() for param in model.parameters())
+
+
 # ----------------------------------------------------------------- state that cannot be saved
 
 
@@ -296,9 +328,7 @@ def test_state_that_is_not_a_parameters_own_is_refused_by_name():
 
 
 def part(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark ``tensor`` as a part of a larger one, by the attributes of CheckpointableTensor in torch 2.14 and
-    later.
-    """
+    """Give ``tensor`` the attributes of a part of a larger CheckpointableTensor, of torch 2.14 and later."""
     tensor.global_shape, tensor.global_offsets = (8, *tensor.shape[1:]), ((0,) * tensor.dim(),)
     tensor.local_offsets, tensor.local_sizes = tensor.global_offsets, (tuple(tensor.shape),)
     return tensor
