@@ -29,9 +29,8 @@ warnings.simplefilter("ignore")
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 def steps(model):
     for _ in range(2):
@@ -97,7 +96,7 @@ def test_whether_gradients_are_synchronised_cannot_be_deleted() -> None:
 
 
 def test_after_a_second_import_models_of_both_train() -> None:
-    assert output_of_python("-c", TWO_IMPORTS) == "same\n"
+    assert output_of_python("-c", TWO_IMPORTS).endswith("same\n")  # gloo of torch 2.10 prints a line before
 
 
 def test_a_unit_cannot_be_summoned_twice() -> None:
