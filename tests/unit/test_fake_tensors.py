@@ -67,7 +67,7 @@ def test_a_first_forward_of_real_parameters_under_the_mode_is_refused(use_orig_p
         ):
             model(torch.ones(2, 64))
     model(torch.ones(2, 64)).sum().backward()
-    if torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):  # not in torch 2.10
+    if torch_version() >= (2, 11):  # torch 2.10's collectives do not take fake tensors
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             assert isinstance(model(torch.ones(2, 64)), FakeTensor)
     model(torch.ones(2, 64)).sum().backward()
