@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 from fsdp_c.compat.aliases import ParamState, StateDict
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding.agreement import digest_of
-from fsdp_c.sharding.holders import group_of_model
-from fsdp_c.sharding.process_groups import all_gather_objects
+from fsdp_c.sharding.holders import Ranks, group_of_model, ranks_of
+from fsdp_c.sharding.process_groups import all_gather_objects, multi_rank_groups
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, with_params
 from fsdp_c.state.quantized_state import is_made_of_tensors
@@ -73,7 +74,7 @@ def save_optim_state(
         for param, key in key_of.items()
         if param in params.by_param and key in osd["state"]
     }
-    held = _agree(params, local, options.group)
+    held = _agree(params, local, options)
     values: dict[tuple[str, str], Any] = {**_tensors(local, held, options)}
     values |= _whole_states(params, local, held, options)
     if not options.returns_state:
@@ -98,11 +99,13 @@ class _RankReport(NamedTuple):
     held: dict[str, _Held]
     lacking: frozenset[str]  # parameters with elements on the rank, but without optimizer state
     names: bytes  # digest of all names
+    # by digest of a unit's process group: number of its ranks that report, digest of its names
+    group_names: dict[bytes, tuple[int, bytes]]
     error: str | None
 
 
 def _agree(
-    params: OptimParams, local: dict[OptimParam, ParamState], group: dist.ProcessGroup | None
+    params: OptimParams, local: dict[OptimParam, ParamState], options: SaveOptions
 ) -> dict[OptimParam, _Held]:
     """Return the agreed state of each managed parameter, in the result's order. Collective. See [Note: One
     agreement].
@@ -116,11 +119,12 @@ def _agree(
     mine = _RankReport(
         _described(managed, own),
         frozenset(name for name, known in managed.items() if name not in own and known.own_numel),
-        digest_of(repr(sorted(managed)).encode()),
+        _digest(sorted(managed)),
+        _group_names(managed, options.group),
         _misfit(managed, own),
     )
     with collective_errors.explained("gathering optimizer states"):
-        reports = all_gather_objects(mine, group)
+        reports = all_gather_objects(mine, options.group)
     if errors := [report.error for report in reports if report.error is not None]:
         raise ValueError(errors[0])
     held = [report.held for report in reports]
@@ -139,10 +143,10 @@ def _agree(
             _check_same_tensors(name, held)
         return {managed[name]: mine.held[name] for name in held[0]}
     names = {name for one in held for name in one}
-    if names and len({report.names for report in reports}) > 1:
+    if names and _names_conflict(reports, options):
         raise RuntimeError(
             "ranks call the model's parameters by different names (do they ignore different modules?), so "
-            f"that optimizer state cannot be saved by name: rank {dist.get_rank(group)} has "
+            f"that optimizer state cannot be saved by name: rank {dist.get_rank(options.group)} has "
             f"{first_names(sorted(managed))}. Save optimizer.state_dict() of each rank instead"
         )
     for rank, report in enumerate(reports):
@@ -150,7 +154,38 @@ def _agree(
             raise ValueError(
                 f"rank {rank} holds elements of {name} but no optimizer state of it, as other ranks do"
             )
-    return {managed[name]: _merged(name, held) for name in sorted(names)}
+    return {managed[name]: _merged(name, held) for name in sorted(names & managed.keys())}
+
+
+def _digest(value: object) -> bytes:
+    return digest_of(repr(value).encode())
+
+
+def _group_names(
+    managed: dict[str, OptimParam], group: dist.ProcessGroup | None
+) -> dict[bytes, tuple[int, bytes]]:
+    """Return :attr:`_RankReport.group_names` of this rank, where the ranks of ``group`` report."""
+    reporting = {*(range(dist.get_world_size()) if group is None else ranks_of(group))}
+    names: dict[Ranks, list[str]] = {}
+    for module, same in itertools.groupby(sorted(managed.items()), lambda item: item[1].owner):
+        own = [name for name, _ in same]
+        for each in multi_rank_groups(module.process_group, module._replicate_group):
+            names.setdefault(ranks_of(each), []).extend(own)
+    return {_digest(ranks): (len(reporting & {*ranks}), _digest(own)) for ranks, own in names.items()}
+
+
+def _names_conflict(reports: Sequence[_RankReport], options: SaveOptions) -> bool:
+    """Return True if ranks that exchange states name parameters differently.
+
+    Ranks of different groups may have units of different names, such as experts.
+    """
+    if len({report.names for report in reports}) == 1:
+        return False
+    others = (value for report in reports for held in report.held.values() for _, value in held.others)
+    if options.rank0_only or any(isinstance(value, WholeState) for value in others):
+        return True  # all ranks exchange these
+    entries = Counter(entry for report in reports for entry in report.group_names.items())
+    return any(count != expected for (_, (expected, _)), count in entries.items())
 
 
 def _misfit(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> str | None:

@@ -83,9 +83,6 @@ def trained_expert(
     return model, optimizer
 
 
-EXPERTS = r"model\.expert\.0\.weight: {} and {} hold different values of it, in units of the name 'expert'"
-
-
 @pytest.mark.parametrize("background", [False, True], ids=["now", "background"])
 @both_views
 @on_ranks(4)
@@ -94,7 +91,8 @@ def test_a_save_that_would_mix_experts_is_refused(
 ) -> None:
     model, optimizer = trained_expert(rank, world_size, seed=rank % 2, use_orig_params=use_orig_params)
     path = folder_of_ranks() / "saved"
-    with pytest.raises(CheckpointError, match=EXPERTS.format("ranks 0, 2", "ranks 1, 3")):
+    values_differ = r"weight: ranks 0, 2 and ranks 1, 3 hold different values of it, in units of the name"
+    with pytest.raises(CheckpointError, match=rf"model\.expert\.0\.{values_differ} 'expert'"):
         checkpoint.save(model, optimizer, path, background=background).wait()
     dist.barrier()
     assert [*path.parent.iterdir()] == []
@@ -151,19 +149,25 @@ def test_experts_are_saved_each_with_its_own_group(rank: int, world_size: int) -
 
 
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-@both_views
+@pytest.mark.parametrize("views", ["flat", "original", "named apart"])
 @on_ranks(4)
 def test_state_dicts_of_experts_are_each_ranks_own_and_are_warned_of(
-    rank: int, world_size: int, use_orig_params: bool, kind: str
+    rank: int, world_size: int, views: str, kind: str
 ) -> None:
-    model, optimizer = trained_expert(rank, world_size, seed=rank % 2, use_orig_params=use_orig_params)
+    name = f"expert{rank % 2}" if views == "named apart" else "expert"
+    model, optimizer = trained_expert(rank, world_size, rank % 2, None, name, views != "flat")
     expected = values(model, optimizer)
+    if views == "named apart":  # rank 0 alone would lack the other expert
+        whole = FullOptimStateDictConfig(rank0_only=True)
+        FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, None, whole)
+        with pytest.raises(RuntimeError, match=f"by different names.*'expert{rank % 2}.0.bias'"):
+            FSDP.optim_state_dict(model, optimizer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         FSDP.set_state_dict_type(model, StateDictType[kind])
         states = [(model.state_dict(), FSDP.optim_state_dict(model, optimizer)) for _ in range(2)]
     words = [str(one.message) for one in caught if "hold unit" in str(one.message)]
-    assert len(words) == 1 and f"ranks {rank % 2}, {rank % 2 + 2} hold unit 'expert'" in words[0]
+    assert len(words) == 1 and f"ranks {rank % 2}, {rank % 2 + 2} hold unit '{name}'" in words[0]
     step(model, optimizer, seed=5)
     model.load_state_dict(states[1][0])
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, states[1][1]))
@@ -171,9 +175,6 @@ def test_state_dicts_of_experts_are_each_ranks_own_and_are_warned_of(
 
 
 # ----------------------------------------------------------------- a model of two ranks of four
-
-
-KINDS = ["group", "replicas", "mesh", "inside", "expert"]
 
 
 def of_two(
@@ -201,7 +202,7 @@ def of_two(
     return model, optimizer
 
 
-of_two_ranks = pytest.mark.parametrize("kind", KINDS)
+of_two_ranks = pytest.mark.parametrize("kind", ["group", "replicas", "mesh", "inside", "expert"])
 
 
 @of_two_ranks
