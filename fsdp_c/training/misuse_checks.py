@@ -63,7 +63,7 @@ def _check_next_backward(root: ShardedModule) -> None:
 
 
 def check_backward(root: ShardedModule) -> None:
-    """Raise or warn if parameters outside of units got gradients that no hook averages.
+    """Warn if parameters outside of units got gradients that no hook averages.
 
     They were registered after wrapping, or are ignored. Called by C at the end of an ``unchecked`` backward.
     """
@@ -84,12 +84,15 @@ def check_backward(root: ShardedModule) -> None:
     ignored = {id(param) for unit in units for param in unit._ignored_params}
     ignored |= {id(param) for unit in units for one in unit._ignored_modules for param in one.parameters()}
     if added := [name for name, param in trained.items() if id(param) not in ignored]:
-        raise RuntimeError(
+        warnings.warn(
             f"{place_of(root)}: {first_names(added)} got gradients, but belong to no unit: they were registered after "
-            "wrapping, so that each rank trains its own. Add them before wrapping; or pass them in ignored_states when "
-            f"wrapping, give all ranks the same values, and average their gradients: {_HOOK}."
+            "wrapping, so that each rank trains its own. Add them before wrapping; or give all ranks the same values, "
+            f"and average the gradients: {_HOOK}. If the script does so after the backward, filter this warning.",
+            stacklevel=6,
         )
-    if names := [name for name, param in trained.items() if not isinstance(param, DTensor)]:
+    if names := [
+        name for name, param in trained.items() if id(param) in ignored and not isinstance(param, DTensor)
+    ]:
         warnings.warn(
             f"{place_of(root)}: the ignored parameters {first_names(names)} got gradients, which no unit averages: "
             f"each rank trains its own. Give all ranks the same values, and average the gradients: {_HOOK}. If the "

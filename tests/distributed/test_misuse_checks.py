@@ -69,17 +69,19 @@ def add_scale(model: Any, rank: int) -> None:
 )
 @both_views
 @on_ranks(2)
-def test_a_parameter_that_no_unit_has_is_refused(
+def test_a_parameter_that_no_unit_has_is_told_in_the_next_step_alone(
     rank: int, use_orig_params: bool, change: Callable[[Any, int], Any], names: str, steps_before: int
 ) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     for _ in range(steps_before):
         backward(model, rank)
     change(model, rank)
-    match = rf"rank {rank}, unit Net: \[{names}\] got gradients.*ignored_states"
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=match):
-            backward(model, rank)
+    match = rf"rank {rank}, unit Net: \[{names}\] got gradients, but belong to no unit"
+    with pytest.warns(UserWarning, match=match) as record:
+        backward(model, rank)
+    assert_told_here(record)
+    with nothing_told():
+        backward(model, rank)
 
 
 @on_ranks(2)
