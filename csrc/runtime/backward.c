@@ -131,6 +131,14 @@ int unit_pre_backward(void *target) {
     return 0;
 }
 
+/* Hook of the base of an output that is a view. Outside the unit, such as that of an input, it may get its
+ * gradient after the unit's backward. */
+int unit_pre_backward_of_base(void *target) {
+    struct unit *unit = target;
+    bool done = unit->handle && unit->handle->training_state == USE_BACKWARD_POST;
+    return done ? 0 : unit_pre_backward(unit);
+}
+
 /* ---- post-backward ---- */
 
 static bool has_received(struct unit *unit) {

@@ -75,27 +75,24 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
 
 /* A unit's backward begins with the first gradient of its forward's outputs. */
 
-/* Negative keys cannot collide with torch's own, which count up from 0. */
-static int add_hook(PyObject *hooks, PyObject *hook) {
-    OWNED *key = PyLong_FromLongLong(-(long long)(intptr_t)hook);
+/* `identity` is an address. Negative keys cannot collide with torch's own, which count up from 0. */
+static int add_hook(PyObject *hooks, const void *identity, PyObject *hook) {
+    OWNED *key = PyLong_FromLongLong(-(long long)(intptr_t)identity);
     return key ? PyObject_SetItem(hooks, key, hook) : -1;
 }
 
-static int hook_tensor(PyObject *tensor, PyObject *hook, int64_t *hooked) {
+static int register_hook(PyObject *tensor, const void *identity, PyObject *hook) {
     static PyObject *ordered_dict; /* owned, immortal */
     const struct unit *unit = hook_target(hook);
-    int requires_grad = torch_requires_grad(tensor);
-    if (requires_grad <= 0)
-        return requires_grad;
     OWNED *hooks = PyObject_GetAttr(tensor, torch_names._backward_hooks);
     if (!hooks)
         return -1;
-    (*hooked)++;
     if (hooks == Py_None) { /* like Tensor.register_hook, but without its Python */
         if (!ordered_dict && !(ordered_dict = ref_find("collections", "OrderedDict")))
             return -1;
         OWNED *own = PyObject_CallNoArgs(ordered_dict);
-        if (!own || add_hook(own, hook) < 0 || PyObject_SetAttr(tensor, torch_names._backward_hooks, own) < 0)
+        if (!own || add_hook(own, identity, hook) < 0 ||
+            PyObject_SetAttr(tensor, torch_names._backward_hooks, own) < 0)
             return -1;
         OWNED *grad_fn = PyObject_GetAttr(tensor, torch_names.grad_fn);
         if (!grad_fn || grad_fn == Py_None)
@@ -103,13 +100,34 @@ static int hook_tensor(PyObject *tensor, PyObject *hook, int64_t *hooked) {
         return ref_done(PyObject_CallMethodObjArgs(grad_fn, torch_names._register_hook_dict, tensor, NULL));
     }
     if (!unit || !unit->optional.first)
-        return add_hook(hooks, hook);
+        return add_hook(hooks, identity, hook);
     /* a tensor of an optional unit inside: the enclosing unit must unshard first, and hooks run in the order
      * of insertion */
     OWNED *others = PyDict_Copy(hooks);
-    if (!others || ref_done(PyObject_CallMethod(hooks, "clear", NULL)) < 0 || add_hook(hooks, hook) < 0)
+    if (!others || ref_done(PyObject_CallMethod(hooks, "clear", NULL)) < 0 ||
+        add_hook(hooks, identity, hook) < 0)
         return -1;
     return ref_done(PyObject_CallMethod(hooks, "update", "O", others));
+}
+
+/* A write in place to a view, such as the output of nn.Linear for inputs of three dimensions, gives the view a
+ * new node and leaves the hooked one out of the graph. The node of the base stays in it. */
+static int hook_base(PyObject *tensor, struct unit *unit) {
+    OWNED *base = PyObject_GetAttr(tensor, torch_names._base);
+    OWNED *grad_fn = base && base != Py_None ? PyObject_GetAttr(base, torch_names.grad_fn) : NULL;
+    if (!base || base == Py_None || !grad_fn || grad_fn == Py_None)
+        return base == Py_None || grad_fn ? 0 : -1;
+    OWNED *hook = hook_new(unit_pre_backward_of_base, unit, unit->object);
+    return hook ? register_hook(base, unit, hook) : -1;
+}
+
+static int hook_tensor(PyObject *tensor, PyObject *hook, int64_t *hooked) {
+    int requires_grad = torch_requires_grad(tensor);
+    if (requires_grad <= 0)
+        return requires_grad;
+    (*hooked)++;
+    struct unit *unit = hook_target(hook);
+    return register_hook(tensor, hook, hook) < 0 || (unit && hook_base(tensor, unit) < 0) ? -1 : 0;
 }
 
 static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked);

@@ -191,6 +191,7 @@ bool unit_exposes_views(struct unit *part);
 /* ---- backward.c, called by hooks. Return 0, or -1 with an exception, which autograd raises ---- */
 
 int unit_pre_backward(void *unit);
+int unit_pre_backward_of_base(void *unit);
 int unit_unshard_for_backward(struct unit *unit); /* like unit_unshard_for_forward */
 int unit_post_backward(void *unit);
 int unit_post_backward_of_parts(void *unit);       /* after the gradients of the unit's inputs */

@@ -29,6 +29,7 @@
     X(materialize_grads)                                                                                     \
     X(non_differentiable)                                                                                    \
     X(_backward_hooks)                                                                                       \
+    X(_base)                                                                                                 \
     X(_post_accumulate_grad_hooks)                                                                           \
     X(next_id)                                                                                               \
     X(_register_hook_dict)                                                                                   \

@@ -56,6 +56,11 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "unused": (lambda x: {"used": x, "unused": x * 3}, lambda out: out["used"]),
     "nested list": (lambda x: [[x], (x * 2, None)], lambda out: out[0][0] + out[1][0]),
     "tuple": (lambda x: (x, "text"), lambda out: out[0]),
+    "view written to": (lambda x: (x * 2).view(x.shape), lambda out: out.add_(1)),
+    "views written to": (
+        lambda x: ((x * 2).view(x.shape), [(x * 3).unsqueeze(0)]),
+        lambda out: out[1][0].mul_(2)[0].add_(out[0].relu_()),
+    ),
     "named tuple": (lambda x: Pair(x, x * 2), lambda out: out.left + out.right),
     "dataclass": (lambda x: DataOutput(x), lambda out: out.value),
     "dataclass in dict": (
