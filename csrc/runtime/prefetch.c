@@ -55,6 +55,12 @@ void unit_set_prefetched(struct unit *unit, bool prefetched) {
         part->unsharded.prefetched = prefetched;
 }
 
+/* A gradient may reach the parameters of a prefetched unit before its outputs, through a loss that its forward
+ * keeps instead of returning. Without streams, no event orders that after the all-gather. */
+static int wait_without_streams(struct unit *prefetched) {
+    return streams_are_real(&prefetched->runtime->schedule.streams) ? 0 : unit_wait_unshard(prefetched);
+}
+
 int unit_prefetch_next(struct unit *unit, enum training_state state) {
     static const enum traced parts[USE_STATES] = {[USE_FORWARD] = TRACED_PRE_FORWARD_PREFETCH,
                                                   [USE_BACKWARD_PRE] = TRACED_PRE_BACKWARD_PREFETCH,
@@ -77,6 +83,23 @@ int unit_prefetch_next(struct unit *unit, enum training_state state) {
             unit_unshard(next) < 0)
             return -1;
         unit_set_prefetched(next, true);
+        /* This unit's own backward ends after that of a unit inside it. */
+        bool is_inside = next->place.pre_forward > unit->place.pre_forward;
+        if (!in_forward && is_inside && wait_without_streams(next) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int unit_wait_prefetched(const struct unit *unit) {
+    const struct order *order = &unit->runtime->order;
+    for (int64_t distance = 1; distance <= order->backward_prefetch_limit; distance++) {
+        int64_t index = unit->place.post_forward - distance;
+        struct unit *next = index < 0 ? NULL : unit->runtime->units[order->post[index]];
+        if (!next)
+            return 0;
+        if (next->unsharded.prefetched && wait_without_streams(next) < 0)
+            return -1;
     }
     return 0;
 }

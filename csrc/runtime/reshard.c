@@ -100,7 +100,7 @@ int unit_post_backward_reshard(struct unit *unit) {
     FOR_EACH_FLAT_PARAM(part, unit)
         if (reshard_in_backward(part) < 0)
             return -1;
-    if (unit_prefetch_next(unit, USE_BACKWARD_POST) < 0)
+    if (unit_prefetch_next(unit, USE_BACKWARD_POST) < 0 || unit_wait_prefetched(unit) < 0)
         return -1;
     /* so that the next unshard can reuse the memory after its last use; a forward keeps one unit deferred,
      * as the unshard would wait for the previous unit's forward */

@@ -232,6 +232,8 @@ struct unit *unit_next_to_prefetch(const struct unit *unit, enum training_state 
 void unit_set_prefetched(struct unit *unit, bool prefetched);
 /* Prefetch the next units in the order, or those that a replacement of _get_handle_to_prefetch returns. */
 int unit_prefetch_next(struct unit *unit, enum training_state state);
+/* Wait, without streams, for units prefetched in the unit's backward: call when that ends. */
+int unit_wait_prefetched(const struct unit *unit);
 /* Unshard at a user's request, and expose the views. */
 int unit_prefetch_by_user(struct unit *unit);
 

@@ -127,6 +127,42 @@ def test_outputs_in_containers_are_returned_themselves_and_can_be_trained(
     assert model.module.same
 
 
+class KeepsLoss(nn.Module):
+    """Keeps a loss of a second layer, as a router of experts does, instead of returning it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.loss = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.layer(x))
+        self.loss = self.head(y).square().sum()
+        return y
+
+
+def output_and_kept_losses(model: nn.Module, rank: int) -> None:
+    losses = model(batch(rank, 0)).square().sum()
+    for module in model.modules():
+        if isinstance(module, KeepsLoss):
+            losses = losses + module.loss
+    losses.backward()
+
+
+@pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="on a GPU, torch's FSDP1 races as well")
+@on_ranks(2)
+def test_losses_that_units_keep_are_trained_with_gathered_parameters(rank: int, world_size: int) -> None:
+    """Their backward reads the parameters of a prefetched unit before a gradient reaches the unit's output."""
+
+    def make() -> nn.Module:
+        between = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+        return nn.Sequential(between[0], *(KeepsLoss() for _ in range(3)), between[1])
+
+    model = wrap(seeded(make), auto_wrap_policy=ModuleWrapPolicy({KeepsLoss}))
+    assert_same_gradients(model, seeded(make), output_and_kept_losses, rank, world_size)
+
+
 @on_ranks(2)
 def test_outputs_can_be_pickled_and_detached_ones_copied(rank: int) -> None:
     output = sharded()(batch(rank))
