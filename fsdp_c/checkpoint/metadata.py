@@ -64,15 +64,13 @@ def metadata_content(
     """
     pickled = _OpcodeWriter()
     yield b"\x80\x03" + pickled(dcp.Metadata) + b")\x81}(" + pickled("state_dict_metadata") + b"}("
-    chunks = {id(group): _chunks(group) for group in groups}
+    rows = {id(group): _rows(group) for group in groups}
     for key, (group, _) in places.items():
-        yield pickled(key) + pickled(_entry(group, chunks[id(group)]))
+        yield pickled(key) + pickled(_entry(group, rows[id(group)]))
     paths = {key: group.paths[slot] for key, (group, slot) in places.items()}
     yield b"u" + pickled("planner_data") + pickled(paths)
     yield pickled("storage_data") + b"}("
-    written = {id(group): _Places(group, chunks[id(group)], files, pickled) for group in groups}
-    for key, (group, slot) in places.items():
-        yield written[id(group)].of(key, slot)
+    yield from _storage_data(places, rows, files, pickled)
     yield b"u" + pickled("storage_meta") + pickled(dcp.StorageMeta(checkpoint_id=str(path)))
     yield pickled("version") + pickled(CURRENT_DCP_VERSION) + b"ub."
 
@@ -95,11 +93,6 @@ class _OpcodeWriter:
         self.pickler.dump(value)
         return self.buffer.getvalue()[2:-1]
 
-    def reference(self, value: object) -> bytes:
-        """Return the five bytes that refer to a value written before."""
-        content = self(value)
-        return content if content[:1] == b"j" else b"j" + struct.pack("<I", content[1])
-
 
 def _reduced(properties: dcp.TensorProperties) -> tuple[Any, ...]:
     """Return the state without the field added in torch 2.15, which older versions reject."""
@@ -112,83 +105,71 @@ def _by_value(member: enum.Enum) -> tuple[Any, ...]:
     return type(member), (member.value,)
 
 
-def _chunks(group: Group) -> list[dcp.ChunkStorageMetadata]:
-    boxes = (box for each in group.boxes for held in each.ranges() for box in held.boxes())
-    return [dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+class _Row(NamedTuple):
+    """Box of the tensors of a group, and the places of their records."""
+
+    chunk: dcp.ChunkStorageMetadata
+    record: int  # number of the first tensor's record
+    step: int  # number of records to the next tensor's
+    nbytes: int  # number of bytes of its data, and after it in its piece
 
 
-def _entry(group: Group, chunks: list[dcp.ChunkStorageMetadata]) -> Any:
+def _rows(group: Group) -> list[_Row]:
+    rows, before = [], 0
+    for held in (held for each in group.boxes for held in each.ranges()):
+        boxes = held.boxes()
+        for nth, box in enumerate(boxes):
+            chunk = dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            nbytes = box.numel * held.dtype.itemsize + TAIL_NBYTES
+            rows.append(_Row(chunk, before + nth, len(boxes), nbytes))
+        before += len(boxes) * len(group.paths)
+    return rows
+
+
+def _entry(group: Group, rows: list[_Row]) -> Any:
     if not group.boxes:
         return dcp.BytesStorageMetadata()
-    held = group.boxes[0].held
-    return dcp.TensorStorageMetadata(
-        dcp.TensorProperties(dtype=held.dtype), torch.Size(held.shape), [*chunks]
-    )
+    held, chunks = group.boxes[0].held, [row.chunk for row in rows]
+    return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=held.dtype), torch.Size(held.shape), chunks)
 
 
-_LONG = b"\x8a\x08"  # opcode and length of an eight-byte integer
-_PLACE = struct.Struct("<2sq7sq")
-
-
-class _Row(NamedTuple):
-    """Part of a box's place that is equal for all tensors of a group."""
-
-    record: int  # record of the group's first tensor
-    step: int  # number of records to the next tensor's
-    nbytes: int
-    at: bytes  # opcodes of its number and offsets
-
-
-class _Places:
-    """Places of the boxes of each tensor of a group."""
-
-    def __init__(
-        self,
-        group: Group,
-        chunks: list[dcp.ChunkStorageMetadata],
-        files: dict[int, str],
-        pickled: _OpcodeWriter,
-    ) -> None:
-        self.group, self.chunks = group, chunks
-        self.pickled, self.files = pickled, files
-        self.rows: list[_Row] = []
-
-    def of(self, key: str, slot: int) -> bytes:
-        if not self.group.boxes:
-            start, length, _, rank = RECORD.unpack_from(self.group.records, slot * RECORD.size)
-            info = _StorageInfo(self.files[rank], start, length)
-            return self.pickled(dcp.MetadataIndex(key)) + self.pickled(info)
-        parts = [] if self.rows else [self._prepare()]
-        name = self.pickled.reference(key)
-        for row in self.rows:
-            number = row.record + slot * row.step
-            start, head, _, rank = RECORD.unpack_from(self.group.records, number * RECORD.size)
-            packed = _PLACE.pack(_LONG, start, self.length, head + row.nbytes + TAIL_NBYTES)
-            parts += (self.head, name, row.at, self.file_gets[rank], self.offset, packed, b"ub")
-        return b"".join(parts)
-
-    def _prepare(self) -> bytes:
-        """Compute the opcodes common to all tensors of the group. Return the bytes to write before the first tensor."""
-        ref = self.pickled.reference
-        texts = ("fqn", "index", "offset", "relative_path", "length")
-        # pushed and popped once, so that the memo has them
-        named = (dcp.MetadataIndex, _StorageInfo, *texts, *self.files.values())
-        first = b"".join(self.pickled(one) + b"0" for one in named)
-        fqn, index, self.offset, path, length = map(ref, texts)
-        self.length = length + _LONG
-        self.head = ref(dcp.MetadataIndex) + b")\x81}(" + fqn
-        self.file_gets = {rank: ref(name) for rank, name in self.files.items()}
-        before = 0
-        for held in (held for each in self.group.boxes for held in each.ranges()):
-            boxes = held.boxes()
-            for nth, box in enumerate(boxes):
-                number = len(self.rows)
-                at = index + b"J" + struct.pack("<i", number) + self.offset
-                at += ref(self.chunks[number].offsets) + b"ub" + ref(_StorageInfo) + b")\x81}(" + path
-                nbytes = box.numel * held.dtype.itemsize
-                self.rows.append(_Row(before + nth, len(boxes), nbytes, at))
-            before += len(boxes) * len(self.group.paths)
-        return first
+def _storage_data(
+    places: dict[str, tuple[Group, int]],
+    rows: dict[int, list[_Row]],
+    files: dict[int, str],
+    pickled: _OpcodeWriter,
+) -> Iterator[bytes]:
+    """Yield the items of ``Metadata.storage_data``. ``rows``: by id of group, with chunks written before."""
+    texts = ("fqn", "index", "offset", "relative_path", "length")
+    # pushed and popped, so that the memo has them: later opcodes refer to it
+    yield b"".join(pickled(one) + b"0" for one in (dcp.MetadataIndex, _StorageInfo, *texts, *files.values()))
+    fqn, index, offset, path, length = map(pickled, texts)
+    head = pickled(dcp.MetadataIndex) + b")\x81}(" + fqn
+    info = b"ub" + pickled(_StorageInfo) + b")\x81}(" + path
+    names = {rank: pickled(name) for rank, name in files.items()}
+    numbers = {
+        each: [
+            index + b"J" + struct.pack("<i", number) + offset + pickled(row.chunk.offsets)
+            for number, row in enumerate(of_group)
+        ]
+        for each, of_group in rows.items()
+    }
+    long = b"\x8a\x08"  # opcode and length of an eight-byte integer
+    before_start, before_length = offset + long, length + long
+    place = struct.Struct(f"<q{len(before_length)}sq")
+    for key, (group, slot) in places.items():
+        if not group.boxes:
+            start, nbytes, _, rank = RECORD.unpack_from(group.records, slot * RECORD.size)
+            yield pickled(dcp.MetadataIndex(key)) + pickled(_StorageInfo(files[rank], start, nbytes))
+            continue
+        name = pickled(key)
+        parts: list[bytes] = []
+        for row, number in zip(rows[id(group)], numbers[id(group)], strict=True):
+            at = (row.record + slot * row.step) * RECORD.size
+            start, before, _, rank = RECORD.unpack_from(group.records, at)
+            packed = place.pack(start, before_length, before + row.nbytes)
+            parts += (head, name, number, info, names[rank], before_start, packed, b"ub")
+        yield b"".join(parts)
 
 
 # ----------------------------------------------------------------- reading
