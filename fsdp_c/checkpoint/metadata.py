@@ -194,94 +194,87 @@ def checkpoint_of_torch(folder: Path, file: BinaryIO) -> Checkpoint:
         file.seek(0)
         content = file.read()
         checkpoint = Checkpoint(folder, None, (len(content), zlib.crc32(content)))
-        _MetadataReader(checkpoint).read(content)
-    return checkpoint
-
-
-class _MetadataReader:
-    """Converter of an unpickled ``Metadata`` into entries."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-
-    def read(self, content: bytes) -> None:
         metadata = read_metadata(content)
         require(_kind(metadata) == "Metadata", "it does not hold the metadata of a checkpoint")
         require(type(metadata.state_dict_metadata) is dict, "it has no entries")
         require(type(metadata.storage_data) is dict, "it has no places of entries")
-        stored = self._stored(metadata.storage_data)
-        entries = self.checkpoint.entries
+        stored = _stored(checkpoint, metadata.storage_data)
         for key, value in metadata.state_dict_metadata.items():
             require(type(key) is str, f"a key is a {type(key).__name__}, not a string")
-            entries[key] = self._entry(key, value, stored.get(key, []))
-        self.checkpoint.paths = checked_paths(metadata.planner_data, entries)
+            checkpoint.entries[key] = _entry_of_torch(checkpoint, key, value, stored.get(key, []))
+        checkpoint.paths = checked_paths(metadata.planner_data, checkpoint.entries)
+    return checkpoint
 
-    def _stored(self, storage_data: dict[Any, Any]) -> dict[str, list[tuple[Any, Any]]]:
-        """Return (index, place) of all entries by key. Only file names are validated here."""
-        stored: dict[str, list[tuple[Any, Any]]] = {}
-        for index, info in storage_data.items():
-            require(
-                _kind(index) == "MetadataIndex" and type(index.fqn) is str, "an index has an unknown type"
+
+def _stored(checkpoint: Checkpoint, storage_data: dict[Any, Any]) -> dict[str, list[tuple[Any, Any]]]:
+    """Return (index, place) of all entries by key. Only file names are validated here."""
+    stored: dict[str, list[tuple[Any, Any]]] = {}
+    for index, info in storage_data.items():
+        require(_kind(index) == "MetadataIndex" and type(index.fqn) is str, "an index has an unknown type")
+        require(_kind(info) == "_StorageInfo", f"the place of {index.fqn} is {_kind(info)}")
+        checkpoint.size(info.relative_path)
+        if DATA.match(info.relative_path):
+            raise CheckpointError(
+                f"{checkpoint.folder / METADATA}: its last line, which has its checksum, is missing or "
+                "damaged (an interrupted copy?)"
             )
-            require(_kind(info) == "_StorageInfo", f"the place of {index.fqn} is {_kind(info)}")
-            self.checkpoint.size(info.relative_path)
-            if DATA.match(info.relative_path):
-                raise CheckpointError(
-                    f"{self.checkpoint.folder / METADATA}: its last line, which has its checksum, is missing or "
-                    "damaged (an interrupted copy?)"
-                )
-            stored.setdefault(index.fqn, []).append((index.offset, info))
-        return stored
+        stored.setdefault(index.fqn, []).append((index.offset, info))
+    return stored
 
-    def _places(self, key: str, stored: list[tuple[Any, Any]]) -> dict[Any, tuple[str, int, int]]:
-        """Return (file, start, length) by offsets, for one key."""
-        places, what = {}, f"the place of {key}"
-        for index, info in stored:
-            require(not info.transform_descriptors, f"{key} is compressed or encrypted")
-            offset = None if index is None else ints(index, what)
-            start, length = ints((info.offset, info.length), what)
-            self.checkpoint.check_end(info.relative_path, start + length, key)
-            places[offset] = info.relative_path, start, length
-        return places
 
-    def _entry(self, key: str, value: Any, stored: list[tuple[Any, Any]]) -> Entry:
-        if _kind(value) == "BytesStorageMetadata":
-            places = self._places(key, stored)
-            require(None in places, f"{key} is nowhere")
-            return BytesEntry(*places[None])
-        require(_kind(value) == "TensorStorageMetadata", f"{key} is {_kind(value)}")
-        shape = check_shape(value.size, key)
-        state = value.properties.state
-        dtype = state[0] if isinstance(state, tuple) and state else value.properties.dtype
-        require(
-            isinstance(dtype, torch.dtype) and type(value.chunks) is list, f"{key} has no dtype or chunks"
-        )
+def _places(
+    checkpoint: Checkpoint, key: str, stored: list[tuple[Any, Any]]
+) -> dict[Any, tuple[str, int, int]]:
+    """Return (file, start, length) by offsets, for one key."""
+    places, what = {}, f"the place of {key}"
+    for index, info in stored:
+        require(not info.transform_descriptors, f"{key} is compressed or encrypted")
+        offset = None if index is None else ints(index, what)
+        start, length = ints((info.offset, info.length), what)
+        checkpoint.check_end(info.relative_path, start + length, key)
+        places[offset] = info.relative_path, start, length
+    return places
 
-        @functools.cache
-        def chunks() -> list[Chunk]:
-            with parse_metadata(self.checkpoint.folder):
-                return self._chunks(key, shape, dtype, value.chunks, self._places(key, stored))
 
-        def find(box: Box | None) -> Iterable[Chunk]:
-            return (each for each in chunks() if box is None or overlap(box, each[:2]))
+def _entry_of_torch(checkpoint: Checkpoint, key: str, value: Any, stored: list[tuple[Any, Any]]) -> Entry:
+    if _kind(value) == "BytesStorageMetadata":
+        places = _places(checkpoint, key, stored)
+        require(None in places, f"{key} is nowhere")
+        return BytesEntry(*places[None])
+    require(_kind(value) == "TensorStorageMetadata", f"{key} is {_kind(value)}")
+    shape = check_shape(value.size, key)
+    state = value.properties.state
+    dtype = state[0] if isinstance(state, tuple) and state else value.properties.dtype
+    require(isinstance(dtype, torch.dtype) and type(value.chunks) is list, f"{key} has no dtype or chunks")
 
-        return TensorEntry(shape, dtype, find)
+    @functools.cache
+    def chunks() -> list[Chunk]:
+        with parse_metadata(checkpoint.folder):
+            return _chunks_of_torch(
+                checkpoint, key, shape, dtype, value.chunks, _places(checkpoint, key, stored)
+            )
 
-    def _chunks(
-        self, key: str, shape: tuple[int, ...], dtype: torch.dtype, raw: list[Any], places: Any
-    ) -> list[Chunk]:
-        kinds = {"ChunkStorageMetadata", *map(_kind, raw)}
-        require(len(kinds) == 1, f"{key} has chunks of other kinds: {kinds}")
-        boxes = [(ints(each.offsets, key), check_shape(each.sizes, key)) for each in raw]
-        check_boxes(key, shape, dtype, boxes, self.checkpoint)
-        found = []
-        for offsets, sizes in boxes:
-            place, nbytes = places.get(offsets) or places.get(None), math.prod(sizes) * dtype.itemsize
-            require(place, f"the chunk {offsets} of {key} has no place in a file")
-            file, start, length = place
-            require(nbytes <= length, f"{key} has {nbytes} bytes in {length} bytes of a file")
-            found.append(Chunk(offsets, sizes, file, start, length))
-        return found
+    def find(box: Box | None) -> Iterable[Chunk]:
+        return (each for each in chunks() if box is None or overlap(box, each[:2]))
+
+    return TensorEntry(shape, dtype, find)
+
+
+def _chunks_of_torch(
+    checkpoint: Checkpoint, key: str, shape: tuple[int, ...], dtype: torch.dtype, raw: list[Any], places: Any
+) -> list[Chunk]:
+    kinds = {"ChunkStorageMetadata", *map(_kind, raw)}
+    require(len(kinds) == 1, f"{key} has chunks of other kinds: {kinds}")
+    boxes = [(ints(each.offsets, key), check_shape(each.sizes, key)) for each in raw]
+    check_boxes(key, shape, dtype, boxes, checkpoint)
+    found = []
+    for offsets, sizes in boxes:
+        place, nbytes = places.get(offsets) or places.get(None), math.prod(sizes) * dtype.itemsize
+        require(place, f"the chunk {offsets} of {key} has no place in a file")
+        file, start, length = place
+        require(nbytes <= length, f"{key} has {nbytes} bytes in {length} bytes of a file")
+        found.append(Chunk(offsets, sizes, file, start, length))
+    return found
 
 
 # ----------------------------------------------------------------- the pickle

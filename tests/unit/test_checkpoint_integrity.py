@@ -164,13 +164,13 @@ def test_a_load_looks_only_at_the_parts_of_what_it_reads(tmp_path: Path) -> None
     prepare(path, "torch's")
     model, _ = model_of(-1)
     looked_at: list[str] = []
-    chunks = metadata._MetadataReader._chunks
+    chunks = metadata._chunks_of_torch
 
-    def noted(self: metadata._MetadataReader, key: str, *rest: Any) -> list[contents.Chunk]:
+    def noted(found: contents.Checkpoint, key: str, *rest: Any) -> list[contents.Chunk]:
         looked_at.append(key)
-        return chunks(self, key, *rest)
+        return chunks(found, key, *rest)
 
-    with mock.patch.object(metadata._MetadataReader, "_chunks", noted):
+    with mock.patch.object(metadata, "_chunks_of_torch", noted):
         checkpoint.load(model, None, path)
     assert sorted(looked_at) == ["model.0.bias", "model.0.weight", "model.1.bias", "model.1.weight"]
     assert all((param == 1).all() for param in model.parameters())

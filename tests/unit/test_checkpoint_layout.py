@@ -106,7 +106,7 @@ def test_its_values_are_checked(
 ) -> None:
     path = saved(tmp_path / "ckpt")
     rewrite(path, lambda header: None)
-    with mock.patch.object(metadata._MetadataReader, "read", side_effect=AssertionError("read")):
+    with mock.patch.object(metadata, "read_metadata", side_effect=AssertionError("read")):
         assert loaded_version(path) == 3
     rewrite(path, change)
     model, optimizer = model_of(0)
