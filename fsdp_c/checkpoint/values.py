@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fsdp_c.checkpoint.contents import Box
 from fsdp_c.checkpoint.pieces import is_dense
 from fsdp_c.checkpoint.planning import Held, Offsets, Order
-from fsdp_c.state.sharded_values import from_memory_order, memory_order
+from fsdp_c.state.sharded_values import from_memory_order, memory_order, to_memory_order
 
 
 class RangeTensor(Tensor):
@@ -212,8 +212,7 @@ def in_box(
             f"a part of shape {tuple(local.shape)}, strides {local.stride()}: make it contiguous"
         )
     order = None if local.is_contiguous() else memory_order(local.stride())
-    flat = (local if order is None else local.permute(order)).reshape(-1)
-    return RangeTensor(flat, shape, 0, order, box, is_replica)
+    return RangeTensor(to_memory_order(local, order), shape, 0, order, box, is_replica)
 
 
 def is_part(tensor: Tensor) -> bool:

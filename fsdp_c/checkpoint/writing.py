@@ -42,7 +42,7 @@ from fsdp_c.compat.errors import ranks_text
 from fsdp_c.sharding.holders import Holders, Ranks
 from fsdp_c.sharding.sharded_module import units_with_paths
 from fsdp_c.sharding.traversal import clean_name, clean_path, joined
-from fsdp_c.state.sharded_values import memory_order
+from fsdp_c.state.sharded_values import memory_order, to_memory_order
 
 
 class _Write(NamedTuple):
@@ -63,12 +63,7 @@ def _write_of(key: str, value: Any) -> _Write:
     shape = tuple(value.shape)
     order = None if value.is_contiguous() or not is_dense(value) else memory_order(value.stride())
     whole = Held(value.dtype, shape, order, (0,) * len(shape), shape, 0, value.numel())
-
-    def boxes() -> Iterable[Tensor]:
-        flat = (value if order is None else value.permute(order)).reshape(-1)
-        return boxes_of(flat, whole).values()
-
-    return _Write(key, whole, boxes, value)
+    return _Write(key, whole, lambda: boxes_of(to_memory_order(value, order), whole).values(), value)
 
 
 class Writer:

@@ -115,7 +115,7 @@ def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def to_memory_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    """Return the elements of a contiguous tensor, 1-D, in the order of the flat parameter."""
+    """Return the elements of a tensor, 1-D, with its dimensions in this order: a view if they are so in memory."""
     return (tensor if order is None else tensor.permute(order)).reshape(-1)
 
 
