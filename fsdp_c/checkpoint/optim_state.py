@@ -37,14 +37,10 @@ def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
     """Return the parameters that an optimizer of ``model`` may hold, also for a model without units."""
     if units_of(model):
         by_param = OptimParams(model).by_param
-        known = {
-            param: each._replace(fqns=tuple(map(uncompiled, each.fqns))) for param, each in by_param.items()
-        }
     else:
-        known = {}
-        for path, param in model.named_parameters():
-            name = uncompiled(clean_name(path))
-            known[param] = OptimParam(name, (name,), None, ())
+        named = ((clean_name(path), param) for path, param in model.named_parameters())
+        by_param = {param: OptimParam(name, (name,), None, ()) for name, param in named}
+    known = {param: each._replace(fqns=tuple(map(uncompiled, each.fqns))) for param, each in by_param.items()}
     check_names(fqn for each in known.values() for fqn in each.fqns)
     return known
 
@@ -311,21 +307,19 @@ class OptimTarget:
         }
         if not keys or (known.module is not None and not known.holds_elements):
             return state
-        first, names = next((fqn, {*keys[fqn]}) for fqn in keys)
-        absent = [  # parameters without elements may have no state
-            fqn
-            for fqn in known.fqns
-            if fqn not in keys and (known.module is None or known.layouts[fqn].shape.numel())
-        ]
-        for fqn in (*absent, *keys):
-            if {*keys.get(fqn, ())} != names:
+        first = next(iter(keys))
+        names = {*keys[first]}
+        for fqn in known.fqns:
+            own = {*keys.get(fqn, ())}
+            # a parameter without elements may have no state
+            if own != names and (own or known.layouts[fqn].shape.numel()):
                 raise ValueError(
                     f"{self.checkpoint.folder}: parameters of one flat parameter have different optimizer "
-                    f"state: {first} has {sorted(names)}, {fqn} {sorted(keys.get(fqn, ()))}; load with "
+                    f"state: {first} has {sorted(names)}, {fqn} {sorted(own)}; load with "
                     "use_orig_params=True"
                 )
         for name in names:
-            state[name] = self._target(param, known, name, {fqn: own[name] for fqn, own in keys.items()})
+            state[name] = self._target(param, known, name, {fqn: each[name] for fqn, each in keys.items()})
         return state
 
     def _is_whole(self, known: OptimParam, parts: Parts, shape: tuple[int, ...] | None) -> bool:
