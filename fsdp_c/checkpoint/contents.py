@@ -171,7 +171,7 @@ class Checkpoint:
     def close(self) -> None:
         """Close all files."""
         _close_all(self.held)
-        self.entries = {}  # their readers hold the layout's file
+        self.entries = {}  # their readers refer to this object
 
 
 def _close_all(files: dict[str, BinaryIO]) -> None:

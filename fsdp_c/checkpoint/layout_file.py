@@ -21,7 +21,6 @@ import json
 import math
 import os
 import struct
-import weakref
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +28,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp_c.checkpoint import pieces, planning
+from fsdp_c.checkpoint import pieces
 from fsdp_c.checkpoint.contents import (
     Box,
     BytesEntry,
@@ -55,7 +54,7 @@ from fsdp_c.checkpoint.folder import (
     size_and_crc32,
 )
 from fsdp_c.checkpoint.pieces import TAIL_NBYTES
-from fsdp_c.checkpoint.planning import RECORD, Group, Held, HeldBox, boxes_of_pieces, key_of
+from fsdp_c.checkpoint.planning import RECORD, Group, GroupBox, Held, HeldBox, boxes_of_pieces, key_of
 
 MAGIC = b"fsdp_c.layout 1\n"
 _HEAD = struct.Struct("<16sQI4x")  # length and checksum of the header, followed by the records
@@ -79,7 +78,7 @@ def layout_content(groups: list[Group], places: dict[str, tuple[Group, int]]) ->
     yield from (group.records for group in groups)
 
 
-def _box_content(box: planning.Box) -> dict[str, Any]:
+def _box_content(box: GroupBox) -> dict[str, Any]:
     counts = [len(held.boxes()) for held in box.ranges()]
     held = {name: getattr(box.held, name) for name in ("order", "offsets", "sizes")}
     return held | {"starts": box.starts, "pieces": [*itertools.accumulate(counts, initial=0)]}
@@ -107,11 +106,10 @@ def _parse_layout(path: Path) -> AbstractContextManager[None]:
 
 class _Layout:
     def __init__(self, path: Path, checkpoint: Checkpoint, data: str) -> None:
-        """Open the file. ``data``: name of the data folder."""
-        self.path, self.contents, self.data = path, checkpoint, data
-        self.descriptor = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self.descriptor)
-        self.nbytes = os.fstat(self.descriptor).st_size
+        """Open the file, until ``checkpoint`` is closed. ``data``: name of the data folder."""
+        self.path, self.checkpoint, self.data = path, checkpoint, data
+        self.file = checkpoint.held[f"{data}/{LAYOUT}"] = path.open("rb")
+        self.nbytes = os.fstat(self.file.fileno()).st_size
         self.blocks: dict[int, bytes] = {}
         self.records_at = 0  # number of the next record
 
@@ -129,8 +127,8 @@ class _Layout:
         keys, entries = [*paths], dict[str, Entry]()
         for group in header["groups"]:
             entries.update(self._entries(group, [keys[number] for number in group["keys"]]))
-        self.contents.entries = {key: entries[key] for key in keys}
-        self.contents.paths = checked_paths(paths, self.contents.entries)
+        self.checkpoint.entries = {key: entries[key] for key in keys}
+        self.checkpoint.paths = checked_paths(paths, self.checkpoint.entries)
 
     def _entries(self, group: Any, keys: list[str]) -> Iterator[tuple[str, Entry]]:
         if group["boxes"] is None:
@@ -144,7 +142,7 @@ class _Layout:
             raise ValueError(f"{keys[0]} has no dtype")
         stored = [self._box(box, Held(dtype, shape, None, (), (), 0, 0), keys) for box in group["boxes"]]
         boxes = [(each.held.offsets, each.held.sizes) for each in stored]
-        check_boxes(keys[0], shape, dtype, boxes, self.contents)
+        check_boxes(keys[0], shape, dtype, boxes, self.checkpoint)
         for slot, key in enumerate(keys):
             yield key, TensorEntry(shape, dtype, functools.partial(self._find, key, slot, len(keys), stored))
 
@@ -172,18 +170,17 @@ class _Layout:
         if block not in self.blocks:
             count = min(_BLOCK, self.records - block * _BLOCK)
             self.blocks[block] = self._read(self.begin + block * _BLOCK * RECORD.size, count * RECORD.size)
-        start, before, crc32, rank = RECORD.unpack_from(self.blocks[block], at * RECORD.size)
-        return start, before, crc32, rank
+        return RECORD.unpack_from(self.blocks[block], at * RECORD.size)
 
     def _read(self, start: int, nbytes: int) -> bytes:
-        content = os.pread(self.descriptor, nbytes, start)
+        content = os.pread(self.file.fileno(), nbytes, start)
         require(len(content) == nbytes, "it is torn")
         return content
 
     def _file(self, key: str, rank: int, end: int) -> str:
         """Return a rank's file, in which data of ``key`` ends at ``end``."""
         name = f"{self.data}/{file_of(rank)}"
-        self.contents.check_end(name, end, key)
+        self.checkpoint.check_end(name, end, key)
         return name
 
     def _find(

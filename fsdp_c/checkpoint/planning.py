@@ -135,7 +135,7 @@ class Source(NamedTuple):
 
 
 @dataclass
-class Box:
+class GroupBox:
     """Box of the tensors of a group, and its ranges as written."""
 
     held: Held  # the whole box
@@ -152,7 +152,7 @@ class Group:
     """Equally divided tensors; or objects, without boxes."""
 
     paths: list[PathInDict]
-    boxes: list[Box]
+    boxes: list[GroupBox]
     sources: list[Source]  # writers of objects
     # records of written data: by box, range, key and box of the range; of objects by key
     records: bytes = b""
@@ -247,12 +247,12 @@ def _group(paths: list[PathInDict], rows: list[_Row], writers: _Writers) -> Grou
     return Group(paths, boxes, [])
 
 
-def _box(key: str, held: list[tuple[Held, _Row]], count: int, writers: _Writers) -> Box:
+def _box(key: str, held: list[tuple[Held, _Row]], count: int, writers: _Writers) -> GroupBox:
     by_start: dict[int, list[tuple[Held, _Row]]] = {}
     for each in held:
         by_start.setdefault(each[0].start, []).append(each)
     whole = held[0][0]
-    box, end = Box(whole._replace(start=0, numel=math.prod(whole.sizes))), 0
+    box, end = GroupBox(whole._replace(start=0, numel=math.prod(whole.sizes))), 0
     for start, rows in sorted(by_start.items()):
         own = rows[0][0]
         if start != end or any(other.numel != own.numel for other, _ in rows):
