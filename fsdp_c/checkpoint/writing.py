@@ -84,26 +84,26 @@ class Writer:
         self.planned = Planned([], [])  # plan of all ranks
         self.writes: list[list[_Write]] = []  # writes by part of this rank's plan
 
-    def plan(self) -> tuple[RankPlan, Contents]:
-        """Return this rank's plan, and the contents of its contested names."""
+    def plan(self) -> tuple[RankPlan, Checksums]:
+        """Return this rank's plan, and the checksums of its contested names."""
         parts: dict[Held | None, list[_Write]] = {}
-        contents: Contents = {}
+        checksums: Checksums = {}
         for key, value in self.state.items():
             if isinstance(value, RangeTensor) and not value.is_saved:
                 continue
             write = _write_of(key, value)
             names = self.contested.keys() & {*self.paths[key]}
             if names and write.held is not None:
-                content = _content(write.held, write.fetch(), self.contested[min(names)])
-                contents[key, write.held.offsets, write.held.start] = content
+                place = key, write.held.offsets, write.held.start
+                checksums[place] = _checksum(write.held, write.fetch(), self.contested[min(names)])
             parts.setdefault(write.held, []).append(write)
         self.writes = [*parts.values()]
         plan = [RankPart.of(held, [self.paths[one.key] for one in own]) for held, own in parts.items()]
-        return plan, contents
+        return plan, checksums
 
-    def write(self, rank: int, by_rank: list[tuple[RankPlan, Contents]]) -> RankResult | None:
+    def write(self, rank: int, by_rank: list[tuple[RankPlan, Checksums]]) -> RankResult | None:
         """Write this rank's file, if it has a share. ``by_rank``: ``plan()`` of all ranks."""
-        _refuse_different(contents for _, contents in by_rank)
+        _refuse_different(checksums for _, checksums in by_rank)
         self.planned = merge_plans([plan for plan, _ in by_rank])
         shares = self.planned.shares[rank]
         if not shares:
@@ -212,7 +212,7 @@ def _are_connected(held: Iterable[Groups]) -> bool:
     return len(pools) == 1
 
 
-class _Content(NamedTuple):
+class _Checksum(NamedTuple):
     """Checksum of a part of a parameter, to be compared between ranks."""
 
     held: Held
@@ -221,21 +221,21 @@ class _Content(NamedTuple):
     ranks: list[int]  # ranks of the unit's groups
 
 
-# contents by key, offsets of a box, and start of a range in it
-Contents = dict[tuple[str, Offsets, int], _Content]
+# by key, offsets of a box, and start of a range in it
+Checksums = dict[tuple[str, Offsets, int], _Checksum]
 
 
-def _content(held: Held, boxes: Iterable[Tensor], unit: HeldUnit) -> _Content:
+def _checksum(held: Held, boxes: Iterable[Tensor], unit: HeldUnit) -> _Checksum:
     crc32 = 0
     for box in boxes:
         crc32 = zlib.crc32(memory(dense_on_cpu(box)), crc32)
-    return _Content(held, crc32, unit.path, sorted(frozenset().union(*unit.groups)))
+    return _Checksum(held, crc32, unit.path, sorted(frozenset().union(*unit.groups)))
 
 
-def _refuse_different(by_rank: Iterable[Contents]) -> None:
+def _refuse_different(by_rank: Iterable[Checksums]) -> None:
     """Raise ValueError for a contested name with different values on ranks."""
-    found: Contents = {}
-    for place, one in (each for contents in by_rank for each in contents.items()):
+    found: Checksums = {}
+    for place, one in (each for checksums in by_rank for each in checksums.items()):
         other = found.setdefault(place, one)
         if other[:2] != one[:2]:
             raise ValueError(
