@@ -150,9 +150,9 @@ def is_complete(folder: Path) -> bool:
         return False
     with contextlib.suppress(CheckpointError):
         footer = read_footer(folder)
-        if footer is None:
-            return True
-        return all((folder / footer.data / name).exists() for name in footer.files if name != LAYOUT)
+        return footer is None or all(
+            (folder / footer.data / name).exists() for name in footer.files if name != LAYOUT
+        )
     return False
 
 

@@ -303,8 +303,6 @@ class Value:
         self.args = args
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
-            state = (state[0] or {}) | state[1]  # state of a class with slots
         if isinstance(state, dict):
             self.__dict__.update(state)
         else:
@@ -350,7 +348,7 @@ def _fixed_opcodes() -> re.Pattern[bytes]:
         if nbytes >= 0 and op.name not in (*_PUTS, "STOP"):
             by_nbytes[nbytes] = by_nbytes.get(nbytes, b"") + b"\\x%02x" % code
     each += [b"[%s].{%d}" % (codes, nbytes) for nbytes, codes in by_nbytes.items()]
-    return re.compile(b"(?:%s){0,4096}" % b"|".join(each), re.DOTALL)
+    return re.compile(b"(?:%s){1,4096}" % b"|".join(each), re.DOTALL)
 
 
 _FIXED = _fixed_opcodes()
@@ -360,8 +358,7 @@ def _check_sizes(content: bytes) -> None:
     """Raise ValueError for a pickle that declares more bytes than it has, or a memo larger than itself."""
     file, at = io.BytesIO(content), 0
     while at < len(content):
-        found = _FIXED.match(content, at)
-        if found is not None and found.end() > at:
+        if found := _FIXED.match(content, at):
             at = found.end()
             continue
         op = _OPCODES.get(content[at])

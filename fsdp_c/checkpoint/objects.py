@@ -30,21 +30,17 @@ class _EmptyDict:
         return dict, ()
 
 
-def _rebuild_tuple(value: Any, items: list[Any]) -> Any:
-    """Return a tuple of the same type with ``items``; ``value`` itself if they are identical."""
-    if all(one is other for one, other in zip(items, value, strict=True)):
-        return value
-    return value._make(items) if hasattr(value, "_make") else type(value)(items)
-
-
-def to_plain(value: object) -> Any:
+def to_plain(value: Any) -> Any:
     """Return ``value`` in its saved form: numpy scalars in nested dicts, lists and tuples become Python numbers."""
     if isinstance(value, dict):
         return {key: to_plain(one) for key, one in value.items()} or _EmptyDict()
     if isinstance(value, list):
         return [to_plain(one) for one in value]
     if isinstance(value, tuple):
-        return _rebuild_tuple(value, [to_plain(one) for one in value])
+        items = [to_plain(one) for one in value]
+        if all(one is other for one, other in zip(items, value, strict=True)):
+            return value
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
     numpy = sys.modules.get("numpy")  # None if not imported: then no value has numpy's types
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcSU":
         return value.item()  # item() of a long double remains a long double
