@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from fsdp_c import _C
 from fsdp_c.tools import phases
@@ -97,9 +97,8 @@ atexit.register(_at_exit)
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-def gloo_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a gloo group of the ranks of ``group``. Collective in its first call."""
-    group = group or _get_default_group()
     own = _groups.get(group)
     if own is None:
         store = dist.PrefixStore("fsdp_c.checkpoint", _get_process_group_store(group))

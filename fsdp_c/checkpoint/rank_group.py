@@ -19,9 +19,9 @@ class RankGroup:
     """The ranks that save or load together; this one alone without torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.is_distributed = dist.is_available() and dist.is_initialized()
-        self.group = (group or _get_default_group()) if self.is_distributed else None
-        self.rank = 0 if self.group is None else self.group.rank()
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self.group = (group or _get_default_group()) if is_distributed else None
+        self.rank, self.size = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
         self.is_first = self.rank == 0
 
     def agree(
@@ -61,7 +61,7 @@ class RankGroup:
         """Return the values of all ranks on the first one, None on others."""
         if self.group is None:
             return [value]
-        values = [value] * self.group.size() if self.is_first else None
+        values = [value] * self.size if self.is_first else None
         with collective_errors.explained(action):
             dist.gather_object(value, values, group=self.group, group_dst=0)
         return values

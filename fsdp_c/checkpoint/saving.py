@@ -86,17 +86,16 @@ def save(
     own_group = process_group or group_of_model(model)
     target, ranks = absolute_path(path), RankGroup(own_group)
     check_keep(target, keep)
-    count = dist.get_world_size(own_group) if ranks.is_distributed else 1
-    if count > 1 and dist.get_backend(own_group) == "fake":
+    if ranks.size > 1 and dist.get_backend(ranks.group) == "fake":
         raise CheckpointError(
-            f"saving {target}: of the {count} ranks of torch's fake process group only rank "
-            f"{dist.get_rank(own_group)} exists, but a checkpoint needs the shards of all ranks. Save "
+            f"saving {target}: of the {ranks.size} ranks of torch's fake process group only rank "
+            f"{ranks.rank} exists, but a checkpoint needs the shards of all ranks. Save "
             "on real ranks"
         )
 
     def collect() -> _State:
         own = extra if ranks.is_first else None
-        state = _collect_state(model, optimizer, own, model_key, optim_key, count, waits=not background)
+        state = _collect_state(model, optimizer, own, model_key, optim_key, ranks.size, waits=not background)
         if process_group is None and own_group is not None and ranks.is_first:
             _claim_path(target, own_group)
         return state
@@ -104,7 +103,7 @@ def save(
     if not background:
         _write(path, target, collect, ranks, keep)
         return BackgroundSave(f"saving {target}")
-    beside = RankGroup(in_background.gloo_group(own_group) if ranks.is_distributed else None)
+    beside = RankGroup(ranks.group and in_background.gloo_group(ranks.group))
     copies = _start_copies(collect, model, None if optimizer is None else optim_key)
     return in_background.start(f"saving {target}", lambda: _write(path, target, copies, beside, keep))
 
