@@ -103,15 +103,13 @@ def absolute_path(path: StrPath) -> Path:
     return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
 
 
-def check_target(path: StrPath) -> None:
+def check_target(target: Path) -> None:
     """Raise ValueError or FileExistsError for a path where a save is impossible or would overwrite other data."""
-    check_path(path)
-    folder = absolute_path(path)
-    if not folder.name:
-        raise ValueError(f"{path}: not the path of a checkpoint")
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise FileExistsError(f"{folder}: exists and is not a folder, so it is not overwritten")
-    metadata = folder / METADATA
+    if not target.name:
+        raise ValueError(f"{target}: not the path of a checkpoint")
+    if os.path.lexists(target) and not target.is_dir():
+        raise FileExistsError(f"{target}: exists and is not a folder, so it is not overwritten")
+    metadata = target / METADATA
     if os.path.lexists(metadata) and not _is_of_dcp(metadata):
         raise FileExistsError(
             f"{metadata}: exists and is not a checkpoint's, so it is not overwritten: move it away"
@@ -239,9 +237,8 @@ def _valid_footer(folder: Path) -> Footer | None:
 def new_data_folder(path: Path) -> Iterator[Path]:
     """Yield a new data folder for a checkpoint at ``path``, for ``publish``. See [Note: In place at once].
 
-    Removed unless published. Raises CheckpointError if another process saves to ``path``, and as ``check_target``.
+    Removed unless published. Raises CheckpointError if another process saves to ``path``.
     """
-    check_target(path)  # again: copies for a background save may have taken long
     with _hold_lock(path) as locked:
         if locked:
             _remove_leftovers(path)
