@@ -103,7 +103,7 @@ class _Loading:
         self.targets: dict[str, Tensor] = {}  # memory to read into, by key
         self.nested: dict[str, str] = {}  # keys of modules' extra state, by its name
         prefix = f"{model_key}." if model_key else ""
-        self._add_model(model, prefix, set() if prefix else {EXTRA, optim_key}, strict)
+        self._add_model(prefix, set() if prefix else {EXTRA, optim_key}, strict)
         self.optims: list[OptimTarget] = []
         for each in [] if optimizer is None else as_list(optimizer):
             first_group = sum(len(optim.groups) for optim in self.optims)
@@ -119,7 +119,7 @@ class _Loading:
         self.own_state = {name: read_nested(self.checkpoint, key) for name, key in self.nested.items()}
         self.extra: StateDict = read_nested(self.checkpoint, EXTRA) or {}
 
-    def _add_model(self, model: nn.Module, prefix: str, others: set[str], strict: bool) -> None:
+    def _add_model(self, prefix: str, others: set[str], strict: bool) -> None:
         expected = {prefix + name: value for name, value in self.own.items()}
         entries = self.checkpoint.entries
         own = {key: expected.pop(key) for key in [*expected] if key.rpartition(".")[2] == EXTRA_STATE}

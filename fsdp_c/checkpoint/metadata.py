@@ -300,7 +300,7 @@ class Value:
     """Replacement for a pickled object. Missing attributes are None: readers check the ones that they need."""
 
     def __init__(self, *args: Any) -> None:
-        self.args = args
+        """Ignore the arguments."""
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):

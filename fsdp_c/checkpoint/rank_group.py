@@ -36,14 +36,15 @@ class RankGroup:
 
         ``is_callers``: raise an exception of one type on all ranks, the caller's mistake, unchanged.
         """
-        result, error, shared = None, None, None
+        result, error, failed, shared = None, None, None, None
         try:
             result = work()
             shared = share(result)
         except Exception as caught:
-            error = caught
+            error, kind = caught, type(caught).__name__
+            failed = kind, str(caught) if isinstance(caught, CheckpointError) else f"{kind}: {caught}"
         with collective_errors.explained(action):
-            own = (type(error).__name__, _text(error)) if error else None, shared
+            own = failed, shared
             reports = [own] if self.group is None else all_gather_objects(own, self.group)
         kinds = {failed[0] if failed else None for failed, _ in reports}
         if error is not None and is_callers and len(kinds) == 1:
@@ -65,7 +66,3 @@ class RankGroup:
         with collective_errors.explained(action):
             dist.gather_object(value, values, group=self.group, group_dst=0)
         return values
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
