@@ -155,21 +155,18 @@ class _Tensor:
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         numel = math.prod(shape)
-        named = _storage_types().get(dtype)
+        name = torch.storage._dtype_to_storage_type_map().get(dtype)
         # dtypes newer than torch.save's storage classes are pickled by dtype
-        kind, count = (named, numel) if named else (torch.storage.UntypedStorage, numel * dtype.itemsize)
+        kind, count = (
+            (getattr(torch, name), numel) if name else (torch.storage.UntypedStorage, numel * dtype.itemsize)
+        )
         storage = ("storage", kind, "0", "cpu", count)
-        rebuild = torch._utils._rebuild_tensor_v2 if named else torch._utils._rebuild_tensor_v3
-        rest = () if named else (dtype,)
+        rebuild = torch._utils._rebuild_tensor_v2 if name else torch._utils._rebuild_tensor_v3
+        rest = () if name else (dtype,)
         self.reduced = rebuild, (storage, 0, shape, strides, False, OrderedDict(), *rest)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.reduced
-
-
-@functools.cache
-def _storage_types() -> dict[torch.dtype, type]:
-    return {dtype: getattr(torch, name) for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
 
 
 class _Pickler(pickle.Pickler):
