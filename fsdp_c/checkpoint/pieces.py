@@ -58,10 +58,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 def dense_on_cpu(tensor: Tensor) -> Tensor:
     """Return ``tensor`` on the CPU and dense: itself if it is."""
-    tensor = tensor.detach()
-    if tensor.device.type != "cpu":
-        tensor = tensor.cpu()
-    tensor = tensor.resolve_conj().resolve_neg()
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     return tensor if is_dense(tensor) else tensor.contiguous()
 
 
