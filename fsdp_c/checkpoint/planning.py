@@ -23,7 +23,7 @@ import torch
 
 from fsdp_c import _C
 from fsdp_c.checkpoint import pieces
-from fsdp_c.checkpoint.contents import PathInDict, do_tile
+from fsdp_c.checkpoint.contents import Box, PathInDict, do_tile
 from fsdp_c.state.sharded_values import strides_in
 
 Offsets = tuple[int, ...]
@@ -233,7 +233,7 @@ def _group(paths: list[PathInDict], rows: list[_Row], writers: _Writers) -> Grou
         raise ValueError(f"{key} is a tensor on some ranks and another value on others")
     if first is None:
         return Group(paths, [], writers.assign_writers(rows, len(paths)))
-    by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[Held, _Row]]] = {}
+    by_box: dict[Box, list[tuple[Held, _Row]]] = {}
     for row in rows:
         # where replicas differ in shape or dtype, the first rank's are written
         if row.held is not None and (row.held.shape, row.held.dtype) == (first.shape, first.dtype):

@@ -47,7 +47,7 @@ def read_chunk(checkpoint: Checkpoint, key: str, chunk: Chunk) -> Tensor:
     dtype = checkpoint.tensor(key).dtype
     with checkpoint.open(chunk.file) as file:
         if chunk.crc32 is not None:
-            tensor = _empty(chunk, dtype)
+            tensor = _empty(chunk.sizes, chunk.strides, dtype)
             _read_into(checkpoint, key, chunk, tensor, file)
             return tensor
         content = _content(file, chunk)
@@ -60,10 +60,10 @@ def read_chunk(checkpoint: Checkpoint, key: str, chunk: Chunk) -> Tensor:
     return loaded
 
 
-def _empty(chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    if chunk.strides is None:
-        return torch.empty(chunk.sizes, dtype=dtype, device="cpu")
-    return torch.empty_strided(chunk.sizes, chunk.strides, dtype=dtype, device="cpu")
+def _empty(sizes: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
+    if strides is None:
+        return torch.empty(sizes, dtype=dtype, device="cpu")
+    return torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
 
 
 def _read_into(checkpoint: Checkpoint, key: str, chunk: Chunk, tensor: Tensor, file: BinaryIO) -> None:
@@ -111,8 +111,8 @@ def read_entries(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, Any]:
             found[key] = read_object(checkpoint, key)
         else:
             chunks = entry.chunks
-            whole = chunks[0] if len(chunks) == 1 else Chunk((), entry.shape, "", 0, 0)
-            found[key] = _empty(whole, entry.dtype)
+            strides = chunks[0].strides if len(chunks) == 1 else None
+            found[key] = _empty(entry.shape, strides, entry.dtype)
             items += items_of(key, entry, (0,) * len(entry.shape), found[key])
     read_items(checkpoint, items)
     return found
@@ -195,14 +195,14 @@ def read_items(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
 def _part(checkpoint: Checkpoint, wanted: list[Item], seen: set[int]) -> _Part:
     key, chunk, _, target = wanted[0]
     dtype = checkpoint.tensor(key).dtype
-    known = len(seen)
+    is_shared = len(wanted) > 1 or target.data_ptr() in seen
     seen.update(item.target.data_ptr() for item in wanted)
     if chunk.crc32 is None:
         data = None
-    elif len(seen) - known == len(wanted) == 1 and _can_read_into(chunk, dtype, target):
+    elif not is_shared and _can_read_into(chunk, dtype, target):
         data = target
     else:
-        data = _empty(chunk, dtype)
+        data = _empty(chunk.sizes, chunk.strides, dtype)
     return _Part(key, chunk, wanted, data)
 
 
