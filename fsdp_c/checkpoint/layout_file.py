@@ -28,6 +28,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from fsdp_c.checkpoint import pieces
 from fsdp_c.checkpoint.contents import (
     Box,
@@ -140,13 +142,13 @@ class _Layout:
         shape, dtype = check_shape(group["shape"], keys[0]), dtype_named("torch", group["dtype"])
         if dtype is None:
             raise ValueError(f"{keys[0]} has no dtype")
-        stored = [self._box(box, Held(dtype, shape, None, (), (), 0, 0), keys) for box in group["boxes"]]
+        stored = [self._box(box, dtype, shape, keys) for box in group["boxes"]]
         boxes = [(each.held.offsets, each.held.sizes) for each in stored]
         check_boxes(keys[0], shape, dtype, boxes, self.checkpoint)
         for slot, key in enumerate(keys):
             yield key, TensorEntry(shape, dtype, functools.partial(self._find, key, slot, len(keys), stored))
 
-    def _box(self, box: Any, held: Held, keys: list[str]) -> _StoredBox:
+    def _box(self, box: Any, dtype: torch.dtype, shape: tuple[int, ...], keys: list[str]) -> _StoredBox:
         offsets, sizes = ints(box["offsets"], keys[0]), check_shape(box["sizes"], keys[0])
         order = None if box["order"] is None else ints(box["order"], keys[0])
         # strides for writes to memory are computed from it
@@ -154,7 +156,7 @@ class _Layout:
             order is None or sorted(order) == [*range(len(sizes))],
             f"the order of dimensions of {keys[0]} is invalid",
         )
-        held = held._replace(order=order, offsets=offsets, sizes=sizes, numel=math.prod(sizes))
+        held = Held(dtype, shape, order, offsets, sizes, 0, math.prod(sizes))
         starts, before = (ints(box[name], keys[0]) for name in ("starts", "pieces"))
         require(len(before) == len(starts) + 1, f"the ranges of {keys[0]} are incomplete")
         return _StoredBox(held, starts, before, self._take(before[-1] * len(keys)), self.piece_nbytes)
