@@ -297,7 +297,7 @@ def resolve_process_groups(
 
 
 def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    group = dist.group.WORLD
     if group is None:
         raise ValueError(
             "Default process group has not been initialized: call torch.distributed.init_process_group() "

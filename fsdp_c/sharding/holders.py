@@ -62,7 +62,7 @@ def group_of_model(model: nn.Module) -> dist.ProcessGroup | None:
     None is also returned if no unit spans all ranks of the other units. The first call is collective over the
     holders of a unit with several groups or a slice of a mesh, unless these are all ranks.
     """
-    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     found: dict[Holders, None] = {}
     for module in units_of(model):
         if holder_count(module.process_group, module._replicate_group) >= world_size:

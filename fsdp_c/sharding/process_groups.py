@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 def global_rank() -> int:
     """Return this process's rank, or 0 if torch.distributed is not initialized."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def multi_rank_groups(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
