@@ -349,9 +349,7 @@ def live_units() -> list[ShardedModule]:
     """Return all live units and their segments."""
     # Copy first: other threads may register units.
     wrapped = [module for key in _units.keyrefs() if (module := key()) is not None]
-    alive = [
-        unit for module in wrapped if (reference := _units.get(module)) and (unit := reference()) is not None
-    ]
+    alive = (unit for module in wrapped if (unit := unit_around(module)) is not None)
     return [part for unit in alive for part in parts_of(unit)]
 
 
