@@ -164,8 +164,7 @@ class ShardedModule(nn.Module, _FSDPState):
         of a unit that ran by itself. Until then True and False are only reported: the actual root does not
         change. After summon_full_params, the value is that of check_is_root().
         """
-        decided = self._decided_is_root
-        return self._enclosing_unit is None if decided is None and "_was_summoned" in vars(self) else decided
+        return self.check_is_root() if "_was_summoned" in vars(self) else self._decided_is_root
 
     @_is_root.setter
     def _is_root(self, value: bool | None) -> None:
