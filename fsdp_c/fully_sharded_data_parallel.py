@@ -367,8 +367,8 @@ class FullyShardedDataParallel(ShardedModule):
         With ``async_op`` returns a handle; call its ``wait()`` before reading the parameters. Run that
         forward before the next optimizer step: the forward does not unshard again.
         """
-        root = self._enclosing_unit or self
-        (root if self._unit.runtime is None else self)._lazy_init()
+        if self._unit.runtime is None:
+            (self._enclosing_unit or self)._lazy_init()
         self._unit.unshard()
         work = UnshardWork(self._unit)
         if async_op:
