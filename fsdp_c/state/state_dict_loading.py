@@ -44,8 +44,7 @@ from fsdp_c.training.unshard_params import check_idle
 
 logger = logging.getLogger(__name__)
 
-
-_NO_PARAM = object()
+_ABSENT = object()
 
 
 class Mark(NamedTuple):
@@ -154,7 +153,7 @@ def _found(module: ShardedModule, prefix: str, state_dict: StateDict) -> dict[in
 def _own_param(module: ShardedModule, index: int) -> object:
     """Return the optimizer's original parameter. DCP passes it where there is nothing to load."""
     params = handle_of(module).flat_param._params
-    return _NO_PARAM if params is None else params[index]
+    return _ABSENT if params is None else params[index]
 
 
 def supplied_names(module: ShardedModule, prefix: str, mark: Mark) -> frozenset[str]:
@@ -235,8 +234,6 @@ def load_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) 
 
 
 # ----------------------------------------------------------------- checks
-
-_ABSENT = object()
 
 
 def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> bool:
