@@ -365,12 +365,13 @@ def _pre_load_hook(
         supplied: set[str] = set()
         if kind == StateDictType.LOCAL_STATE_DICT:
             for part in parts:
-                supplied |= supplied_names(part, prefix, load_local_value(part, state_dict, prefix))
+                load_local_value(part, state_dict, prefix)
+                supplied |= supplied_names(part, prefix, frozenset())
         else:
             marks = begin_load(fsdp_module, state_dict, prefix)
             for part, mark in zip(parts_of(fsdp_module), marks, strict=True):
                 if mark.is_loaded:
-                    supplied |= supplied_names(part, prefix, mark)
+                    supplied |= supplied_names(part, prefix, mark.missing)
                     if not fsdp_module._use_orig_params:  # the modules hold no such parameters to report
                         missing_keys.extend(prefix + name for name in sorted(mark.missing))
                 elif part._handle is not None:

@@ -50,8 +50,8 @@ _ABSENT = object()
 class Mark(NamedTuple):
     """Placeholder in a state dict for the values of a unit already handled by the outermost unit."""
 
-    is_loaded: bool  # False: checked only
-    missing: frozenset[str]  # names without a value, relative to the unit
+    is_loaded: bool = False  # False: checked only
+    missing: frozenset[str] = frozenset()  # names without a value, relative to the unit
 
 
 def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> list[Mark]:
@@ -94,8 +94,8 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
                     "can load, and the loaded values are dropped at the end"
                 )
     for at, inner in fsdp_modules[len(parts) :]:
-        state_dict[at + inner._flat_param_name] = loaded.get(inner, Mark(False, frozenset()))
-    return [loaded.get(part, Mark(False, frozenset())) for part in parts]
+        state_dict[at + inner._flat_param_name] = loaded.get(inner, Mark())
+    return [loaded.get(part, Mark()) for part in parts]
 
 
 def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
@@ -156,9 +156,9 @@ def _own_param(module: ShardedModule, index: int) -> object:
     return _ABSENT if params is None else params[index]
 
 
-def supplied_names(module: ShardedModule, prefix: str, mark: Mark) -> frozenset[str]:
+def supplied_names(module: ShardedModule, prefix: str, missing: frozenset[str]) -> frozenset[str]:
     """Return the names that are missing in the dict as the modules see it, and shall not be reported."""
-    names = [param.fqn for param in handle_of(module).managed_params if param.fqn not in mark.missing]
+    names = [param.fqn for param in handle_of(module).managed_params if param.fqn not in missing]
     return frozenset(clean_name(prefix) + name for name in (*names, module._flat_param_name))
 
 
@@ -194,7 +194,7 @@ def _copy_assigned(registered: Sequence[tuple[ManagedParam, nn.Parameter]]) -> N
             param.module._parameters[param.name] = ours
 
 
-def load_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) -> Mark:
+def load_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
     """Copy the local shard in ``state_dict`` into the unit's. Not collective.
 
     Original parameters in the dict hold the same elements and are removed. Raises AssertionError for a
@@ -230,7 +230,6 @@ def load_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) 
     if layout.shard_numel_valid:
         local_shard(module)[: layout.shard_numel_valid].copy_(shards[0].tensor)
     handle.reshard(True)
-    return Mark(True, frozenset())
 
 
 # ----------------------------------------------------------------- checks
