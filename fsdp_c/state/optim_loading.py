@@ -193,6 +193,7 @@ def _copies(values: Sequence[LoadedValue], parts: dict[Names, LoadedPart]) -> di
     copies: dict[Names, Tensor] = {}
     sources: dict[Names, Tensor] = {}
     ranges: list[int] = []
+    shapes: list[tuple[int]] = []
     for names, (position, tensor, start, end, is_new) in parts.items():
         if not values[position].module._use_orig_params:
             continue
@@ -201,14 +202,12 @@ def _copies(values: Sequence[LoadedValue], parts: dict[Names, LoadedPart]) -> di
         elif tensor.is_cpu:
             ranges += [len(sources), start * tensor.itemsize, (end - start) * tensor.itemsize]
             sources[names] = tensor
+            shapes.append((end - start,))
         else:
             copies[names] = tensor.reshape(-1)[start:end].clone()
     if sources:
-        given, numels = (
-            list(sources.values()),
-            [(parts[names].end - parts[names].start,) for names in sources],
-        )
-        copies.update(zip(sources, join_ranges(given, ranges, [1] * len(given), given, numels), strict=True))
+        given = list(sources.values())
+        copies.update(zip(sources, join_ranges(given, ranges, [1] * len(given), given, shapes), strict=True))
     for names, flat in copies.items():
         module, layout, *_ = values[parts[names].position]
         if not handle_of(module).layout.sharded:
