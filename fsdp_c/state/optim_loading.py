@@ -37,7 +37,7 @@ class LoadOptions(NamedTuple):
     named_optim: torch.optim.Optimizer | None  # the optimizer if its state dict is keyed by names, else None
     group: dist.ProcessGroup | None  # None: the group of the ranks that hold the model
     # FQNs of the parameters that this rank steps unsharded; None if it steps its shard of each
-    owned: frozenset[str] | None = None
+    owned: frozenset[str] | None
 
 
 def load_optim_state(
@@ -66,10 +66,10 @@ def load_optim_state(
         states = _with_whole_states(params, states, options)
     values = _loaded_values(params, states)
     parts = {values[part.position].names: part for part in loaded_parts(values, options.group)}
-    state = _rekeyed(params, keys, states, parts, _copies(values, parts), options)
+    key_of = {param: key for key, param in keys.items()}
+    state = _rekeyed(params, key_of, states, parts, _copies(values, parts), options)
     result: ParamState = {"state": state}
     if "param_groups" in osd:
-        key_of = {param: key for key, param in keys.items()}
         result["param_groups"] = [
             with_params(group, sorted({key_of[params.by_fqn[fqn][0]] for fqn in group["params"]}))
             for group in osd["param_groups"]
@@ -220,13 +220,12 @@ def _copies(values: Sequence[LoadedValue], parts: dict[Names, LoadedPart]) -> di
 
 def _rekeyed(
     params: OptimParams,
-    keys: dict[Key, nn.Parameter],
+    key_of: dict[nn.Parameter, Key],
     states: dict[str, ParamState],
     parts: dict[Names, LoadedPart],
     copies: dict[Names, Tensor],
     options: LoadOptions,
 ) -> dict[Key, object]:
-    key_of = {param: key for key, param in keys.items()}
     result: dict[Key, object] = {}
     unknown = set(states)
     for param, known in params.by_param.items():
