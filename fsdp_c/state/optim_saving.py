@@ -41,7 +41,7 @@ from fsdp_c.tools import collective_errors
 
 
 class SaveOptions(NamedTuple):
-    rank0_only: bool
+    rank0_only: bool  # False with shard_state
     shard_state: bool  # True for rows of each tensor, False for full tensors
     cpu_offload: bool
     group: dist.ProcessGroup | None  # None: the group of the ranks that hold the model
@@ -49,7 +49,7 @@ class SaveOptions(NamedTuple):
     @property
     def returns_state(self) -> bool:
         """True if this rank returns state. All ranks take part in the collectives."""
-        return not self.rank0_only or self.shard_state or dist.get_rank(self.group) == 0
+        return not self.rank0_only or dist.get_rank(self.group) == 0
 
 
 _Tensors = tuple[tuple[str, torch.dtype], ...]
