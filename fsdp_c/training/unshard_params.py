@@ -180,10 +180,8 @@ def _summon_unit(
             handle.summon_reshard()
             if with_grads:
                 handle.summon_grads_exit(False)
-        else:
-            # CPU devices need no copy: their full parameters are offloaded already.
-            if offload_to_cpu and fsdp_module.compute_device.type != "cpu":
-                stack.enter_context(_offloaded(handle, writeback))
+        elif offload_to_cpu and fsdp_module.compute_device.type != "cpu":  # the CPU has them already
+            stack.enter_context(_offloaded(handle, writeback))
         yield
 
 
