@@ -159,10 +159,9 @@ def split_shard(module: ShardedModule, shard: Tensor) -> Iterator[tuple[ParamLay
 
 def parts_of_shard(module: ShardedModule, shard: Tensor) -> list[Part]:
     """Return this rank's part of each parameter, in its own shape if the unit is not sharded."""
-    if handle_of(module).layout.sharded:
-        return [(module, *each) for each in split_shard(module, shard)]
+    is_sharded = handle_of(module).layout.sharded
     return [
-        (module, layout, from_memory_order(part, layout.shape, layout.order))
+        (module, layout, part if is_sharded else from_memory_order(part, layout.shape, layout.order))
         for layout, part in split_shard(module, shard)
     ]
 
