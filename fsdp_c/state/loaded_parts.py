@@ -24,7 +24,6 @@ from fsdp_c.state.redistribution import rank_partition, redistribute
 from fsdp_c.state.sharded_values import (
     ParamLayout,
     by_group,
-    own_part,
     rows_of_value,
     shards_of_rows,
     to_memory_order,
@@ -114,7 +113,8 @@ def loaded_parts(
                 yield LoadedPart(position, value, start, end, False)
             elif start < end or isinstance(value, DTensor):
                 value = torch.detach(value)  # reads a lazily loaded tensor-like from its file, one at a time
-                flat = own_part(module, layout, local_part(value, layout.parallel) if is_parallel else value)
+                value = local_part(value, layout.parallel) if is_parallel else value
+                flat = to_memory_order(value, layout.order)[start:end]
                 yield LoadedPart(position, flat, 0, flat.numel(), False)
     for shard_group, members in by_group(divided):
         items = [(values[position].layout, rows[position]) for _, position in members]

@@ -133,13 +133,6 @@ def dims_from_memory(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
     return tensor if order is None else tensor.permute(sorted(range(len(order)), key=lambda dim: order[dim]))
 
 
-def own_part(module: ShardedModule, layout: ParamLayout, whole: Tensor) -> Tensor:
-    """Return this rank's part of a full tensor in its unit's shard, 1-D; all of it if the unit is not sharded."""
-    flat = to_memory_order(whole, layout.order)
-    start, end = layout.shard.bounds(module.rank) if handle_of(module).layout.sharded else (0, flat.numel())
-    return flat[start:end]
-
-
 def rows_shape(shape: torch.Size, numel: int) -> list[int]:
     """Return the shape of ``numel`` elements that are complete rows of a tensor of ``shape``."""
     row = shape[1:].numel()
