@@ -150,7 +150,7 @@ class HandleNames(_C.Handle):
         flattening.check_uniform(tensors, names, use_orig_params=True)
         numels = [tensor.numel() for tensor in tensors]
         layout = _C.FlatLayout(numels, aligned_numel, self.world_size, self.layout.rank, False)
-        return flattening.own_part(tensors, layout)
+        return flattening.own_shard(tensors, layout)
 
     def flatten_tensors_into_flat_param(
         self, tensors: Sequence[Tensor], aligned_numel: int, requires_grad: bool
@@ -163,7 +163,7 @@ class HandleNames(_C.Handle):
     @staticmethod
     def _get_unpadded_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
         """Return rank's shard as a 1-D view of ``tensor``, and the number of padding elements."""
-        flat = flattening.memory_order(flattening.without_gaps(tensor))
+        flat = flattening.flat_view(flattening.without_gaps(tensor))
         step = -(-flat.numel() // world_size)
         start = min(rank * step, flat.numel())
         part = flat.narrow(0, start, min(step, flat.numel() - start))

@@ -25,7 +25,7 @@ from fsdp_c.sharding.configuration import UnitConfig, configure, is_set
 from fsdp_c.sharding.flattening import (
     check_uniform,
     is_truly_contiguous,
-    own_part,
+    own_shard,
     without_gaps,
 )
 from fsdp_c.sharding.traversal import FLAT_PARAM, ParamInfo, Subtree, clean_name, joined, unwrapped
@@ -236,7 +236,7 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
             self.uses_sharded_strategy,
         )
         dense = [without_gaps(param) for param in params]
-        shard = own_part(dense, layout)
+        shard = own_shard(dense, layout)
         if config.offload_params and self.device.type != "cpu" and shard.device.type != "meta":
             shard = shard.cpu().pin_memory()
         flat_param = FlatParameter(shard, any(param.requires_grad for param in params))

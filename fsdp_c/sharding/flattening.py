@@ -111,7 +111,7 @@ def are_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def memory_order(dense: torch.Tensor) -> torch.Tensor:
+def flat_view(dense: torch.Tensor) -> torch.Tensor:
     """Return a 1-D view of a dense tensor, in memory order."""
     data = dense.detach()
     return (
@@ -119,7 +119,7 @@ def memory_order(dense: torch.Tensor) -> torch.Tensor:
     )
 
 
-def own_part(params: Sequence[torch.Tensor], layout: _C.FlatLayout) -> torch.Tensor:
+def own_shard(params: Sequence[torch.Tensor], layout: _C.FlatLayout) -> torch.Tensor:
     """Return this rank's shard of the flattened parameters, 1-D, of ``layout.shard_numel`` elements.
 
     Only the shard is allocated, never the unsharded flat parameter.
@@ -134,7 +134,7 @@ def own_part(params: Sequence[torch.Tensor], layout: _C.FlatLayout) -> torch.Ten
         if not in_shard or numel == 0:
             continue
         _fill(shard, end, offset, PADDING_VALUE)
-        shard.narrow(0, offset, numel).copy_(memory_order(param).narrow(0, offset_in_param, numel))
+        shard.narrow(0, offset, numel).copy_(flat_view(param).narrow(0, offset_in_param, numel))
         end = offset + numel
     _fill(shard, end, layout.shard_numel_valid, PADDING_VALUE)
     _fill(shard, layout.shard_numel_valid, layout.shard_numel, 0.0)
