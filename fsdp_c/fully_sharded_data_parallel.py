@@ -41,6 +41,7 @@ from fsdp_c.sharding.sharded_module import (
     handles_in,
     is_sharded_module,
     parts_of,
+    place_of,
     register_unit,
     units_of,
     units_with_paths,
@@ -302,9 +303,8 @@ class FullyShardedDataParallel(ShardedModule):
             for _, module in modules:
                 if module._flat_param is not None and not is_fake(module._flat_param):
                     raise RuntimeError(
-                        f"rank {module.rank}, unit {unit_name(module.module)}: its parameters are real, but "
-                        "its first forward runs under FakeTensorMode. Create the model under that mode too, "
-                        "or run a real forward first"
+                        f"{place_of(module)}: its parameters are real, but its first forward runs under "
+                        "FakeTensorMode. Create the model under that mode too, or run a real forward first"
                     )
         error = None
         try:
@@ -633,8 +633,7 @@ class FullyShardedDataParallel(ShardedModule):
         for flag in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
             if getattr(torch.__future__, f"get_{flag}")():
                 raise RuntimeError(
-                    f"rank {self.rank}, unit {unit_name(self.module)}: "
-                    f"torch.__future__.set_{flag}(True) makes a conversion replace the sharded "
+                    f"{place_of(self)}: torch.__future__.set_{flag}(True) makes a conversion replace the sharded "
                     "parameters. Convert the module before it is wrapped, or set the flag to False "
                     "during the conversion"
                 )

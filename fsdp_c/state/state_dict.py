@@ -42,6 +42,7 @@ from fsdp_c.sharding.sharded_module import (
     holders_around,
     is_summoned,
     parts_of,
+    place_of,
     units_of,
 )
 from fsdp_c.sharding.traversal import WRAPPED_PREFIX, clean_name, is_unit, named_buffers
@@ -277,9 +278,9 @@ def _refuse_part_of_shared(fsdp_module: ShardedModule) -> None:
         if not is_summoned(holder):
             around = unit_name(holder._whole.module)
             raise RuntimeError(
-                f"rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}: {first_names(names)} "
-                f"of {around} are shared with modules outside of this unit, so {around} owns them. "
-                "Take the state dict of that unit, or call this inside its summon_full_params()"
+                f"{place_of(fsdp_module)}: {first_names(names)} of {around} are shared with modules outside of "
+                f"this unit, so {around} owns them. Take the state dict of that unit, or call this inside its "
+                "summon_full_params()"
             )
 
 
