@@ -46,7 +46,7 @@ def configure(
     backward_prefetch: BackwardPrefetch | None = None,
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
-    extension: FSDPExtensions | None = None,
+    extension: FSDPExtensions | None,
 ) -> UnitConfig:
     """Return the configuration for these settings and the environment variables."""
     ranks = shard_group.size() * (1 if replicate_group is None else replicate_group.size())

@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 
 
 def check_settings(
-    strategy: object, mixed_precision: object, backward_prefetch: object, cpu_offload: object = None
+    strategy: object, mixed_precision: object, backward_prefetch: object, cpu_offload: object
 ) -> None:
     """Raise TypeError for settings of the wrong type, ValueError for dtypes that are not floating-point.
 
