@@ -174,19 +174,16 @@ def resolve_ignored_states(
     inner_units = [unit for unit in tree.units if is_sharded_module(unit)]
     wrapping = current_auto_wrapping()
     shared = None if wrapping is None else wrapping.ignored_params
-    is_shared = (
-        shared is not None
-        and ignored_states is shared
-        and all(unit._ignored_params is shared for unit in inner_units)
-    )
-    modules, params = _split_ignored(ignored_modules, None if is_shared else ignored_states)
+    if ignored_states is not shared or any(unit._ignored_params is not shared for unit in inner_units):
+        shared = None
+    modules, params = _split_ignored(ignored_modules, ignored_states if shared is None else None)
     for candidate in modules:
         if is_unit(candidate):
             raise ValueError(
                 "`ignored_modules` should not include FSDP modules: pass the module that the unit wraps"
             )
     modules += [candidate for candidate in tree.modules if not is_composable(candidate)]
-    ignored = IgnoredStates(set(), shared if shared is not None and is_shared else set(params), set())
+    ignored = IgnoredStates(set(), set(params) if shared is None else shared, set())
     if modules:
         ignored.modules.update(child for root in modules for child in root.modules() if not is_unit(child))
         if tree.root in ignored.modules:
@@ -203,7 +200,7 @@ def resolve_ignored_states(
     for fsdp_module in inner_units:
         ignored.modules.update(fsdp_module._ignored_modules)
         ignored.buffer_names.update(fsdp_module._ignored_buffer_names)
-    if not is_shared:
+    if shared is None:
         ignored.params.update(param for unit in inner_units for param in unit._ignored_params)
         flattened = {param for param in ignored.params if is_flattened(param)}
         ignored.params.difference_update(flattened)
