@@ -233,9 +233,6 @@ def _split_ignored(
 # ---- process groups and strategy
 
 
-GroupArgument = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-
-
 class ProcessGroups(NamedTuple):
     """The process group to shard over, and for hybrid strategies the group of replicas."""
 
@@ -244,7 +241,7 @@ class ProcessGroups(NamedTuple):
 
 
 def resolve_process_groups(
-    process_group: GroupArgument,
+    process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
     strategy: ShardingStrategy | None,
     device_mesh: DeviceMesh | None,
     has_policy: bool,
