@@ -156,8 +156,7 @@ class OptimParams:
             }
             if any(name in clean and name not in self.raw_names for name in names):
                 return clean
-            raw: dict[Key, nn.Parameter] = dict(self.raw_names.items())
-            return raw
+            return dict(self.raw_names.items())
         held = held_params(self.model, optim_input, optim)
         found = list(dict.fromkeys(map(self.original, held)))
         if strangers := [tuple(param.shape) for param in found if param not in self.by_param]:
