@@ -38,8 +38,6 @@ class WholeState:
         """Return True for the same structure, shapes and dtypes."""
         return isinstance(other, WholeState) and self._form() == other._form()
 
-    __hash__ = None  # type: ignore[assignment]  # unhashable, as any class that defines __eq__
-
     def _form(self) -> object:
         return pytree.tree_map_only(Tensor, lambda one: (tuple(one.shape), one.dtype), self.value)
 
