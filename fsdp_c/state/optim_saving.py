@@ -279,14 +279,13 @@ def _merged(name: str, held: Sequence[dict[str, _Held]]) -> _Held:
         if other == first:
             continue
         _check_same_tensors(name, held)
-        for ours, theirs in ((first.scalars, other.scalars), (first.others, other.others)):
-            if ours != theirs:
-                key = next(one[0] for one in (*theirs, *ours) if one not in ours or one not in theirs)
-                found, wanted = ([one[1:] for one in entries if one[0] == key] for entries in (theirs, ours))
-                raise AssertionError(
-                    f"Rank {rank} has different values for {key}: {found}, where rank {first_rank} has "
-                    f"{wanted} for {name}; optimizer state that is no tensor must be equal on all ranks"
-                )
+        ours, theirs = (*first.scalars, *first.others), (*other.scalars, *other.others)
+        key = next(one[0] for one in (*theirs, *ours) if one not in ours or one not in theirs)
+        found, wanted = ([one[1:] for one in entries if one[0] == key] for entries in (theirs, ours))
+        raise AssertionError(
+            f"Rank {rank} has different values for {key}: {found}, where rank {first_rank} has "
+            f"{wanted} for {name}; optimizer state that is no tensor must be equal on all ranks"
+        )
     return first
 
 
