@@ -301,7 +301,7 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
 
     @functools.cached_property
     def managed_params(self) -> list[ManagedParam]:
-        """The original parameters, then the further names of shared ones."""
+        """The original parameters, each at its place, then the further names of shared ones."""
         flat_param = self.flat_param
         rows = zip(flat_param._param_infos, flat_param._shapes, flat_param._param_extensions, strict=True)
         params = [

@@ -121,13 +121,12 @@ def _copies_of_shown(module: ShardedModule) -> list[Tensor]:
 @contextlib.contextmanager
 def full_values_shown(module: ShardedModule, values: Sequence[Tensor]) -> Iterator[None]:
     """Register ``values`` on the modules, where nn.Module and user code collect them."""
-    used: set[int] = set()
     shown = []
     handle = handle_of(module)
     of_flat_param = handle.flat_param.requires_grad
-    for param in handle.managed_params if values else ():
-        value = values[param.place].clone() if param.place in used else values[param.place]
-        used.add(param.place)
+    for index, param in enumerate(handle.managed_params if values else ()):
+        # further names of shared parameters get copies
+        value = values[param.place] if index == param.place else values[param.place].clone()
         registered = param.module._parameters.get(param.name)
         requires_grad = of_flat_param if registered is None else registered.requires_grad
         shown.append((param, handle.as_param(param.place, value, requires_grad)))
@@ -181,13 +180,12 @@ def put_sharded_values(
 ) -> None:
     """Store a separate sharded value under every name of the unit's parameters."""
     state_dict.pop(prefix + module._flat_param_name, None)
-    used: set[int] = set()
     layouts = param_layouts(module)
     params = handle_of(module).managed_params
     values: list[Any] = []
-    for param in params:
-        own = rows[param.place].clone() if param.place in used else rows[param.place]
-        used.add(param.place)
+    for index, param in enumerate(params):
+        # further names of shared parameters get copies
+        own = rows[param.place] if index == param.place else rows[param.place].clone()
         values.append(own.cpu() if _offloads(module) else own)
     if not any(isinstance(value, DTensor) for value in values):  # DTensors already span both meshes
         values = sharded_values(module, values, [layouts[param.place] for param in params])
