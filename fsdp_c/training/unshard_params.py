@@ -188,16 +188,11 @@ def _summon_unit(
 @contextlib.contextmanager
 def _offloaded(handle: FlatParamHandle, writeback: bool) -> Iterator[None]:
     """Expose copies in CPU memory and free the unsharded parameters; copy edits back at exit."""
-    params = handle.managed_params
-    copies: dict[int, nn.Parameter] = {}
-    shown = []
-    for param in params:
+    copies: list[nn.Parameter] = []
+    for param in handle.managed_params[: handle.layout.num_params]:
         full = getattr(param.module, param.name)
-        if id(full) not in copies:
-            copies[id(full)] = nn.Parameter(
-                full.detach().to("cpu", copy=True), requires_grad=full.requires_grad
-            )
-        shown.append((param, copies[id(full)]))
+        copies.append(nn.Parameter(full.detach().to("cpu", copy=True), requires_grad=full.requires_grad))
+    shown = [(param, copies[param.place]) for param in handle.managed_params]
     handle.summon_free()
     with mounted(shown):
         yield
