@@ -27,7 +27,7 @@ from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.state.optim_params import OptimParam, OptimParams
 from fsdp_c.state.quantized_state import dequantized, quantized, quantizes
 from fsdp_c.state.redistribution import BATCH_NBYTES, rank_partition, redistribute
-from fsdp_c.state.sharded_values import from_memory_order, param_layouts, to_memory_order
+from fsdp_c.state.sharded_values import from_memory_order, to_memory_order
 from fsdp_c.state.whole_state import WholeState, has_tensors
 
 BUCKET_NBYTES = 256 * 2**20
@@ -78,7 +78,7 @@ class _Whole:
             self.shard = rank_partition(param.numel(), 0)
         else:
             self.ranks = _Ranks.of(known.module)
-            _, shape, self.order, self.shard, *_ = param_layouts(known.module)[known.indices[0]]
+            shape, self.order, self.shard, *_ = known.layout
         self.is_managed = known.module is not None
         self.owner = (0, 0)  # place in ``ranks``
         self.numel = shape.numel()

@@ -58,7 +58,6 @@ OfUnit = TypeVar("OfUnit", bound=tuple[Any, ...])  # tuple that begins with the 
 class ParamLayout(NamedTuple):
     """Division of one parameter of a unit in its flat parameter, and into rows."""
 
-    fqn: str  # relative to the unit
     shape: torch.Size
     # dimensions from the outermost in memory to the innermost; None if contiguous
     order: tuple[int, ...] | None
@@ -95,7 +94,7 @@ _layouts: weakref.WeakKeyDictionary[FlatParamHandle, list[ParamLayout]] = weakre
 def _param_layouts(module: ShardedModule) -> list[ParamLayout]:
     flat_param, layout = handle_of(module).flat_param, handle_of(module).layout
     layouts = []
-    for index, (fqn, shape) in enumerate(zip(flat_param._fqns, flat_param._shapes, strict=True)):
+    for index, shape in enumerate(flat_param._shapes):
         order = None if flat_param._contiguities[index] else memory_order(flat_param._strides[index])
         memory_shape = tuple(shape if order is None else (shape[dim] for dim in order))
         by_rows = shape and (order is None or order[0] == 0)
@@ -103,9 +102,7 @@ def _param_layouts(module: ShardedModule) -> list[ParamLayout]:
         own_rows = tuple(rows_shape(torch.Size(memory_shape), rows.numel_on(module.rank) if rows else 0))
         parallel = flat_param._param_extensions[index]
         shard = shard_partition(layout, index)
-        layouts.append(
-            ParamLayout(fqn, torch.Size(shape), order, shard, rows, memory_shape, own_rows, parallel)
-        )
+        layouts.append(ParamLayout(shape, order, shard, rows, memory_shape, own_rows, parallel))
     return layouts
 
 
