@@ -79,20 +79,16 @@ Part = tuple[
 ]  # unit, layout of a parameter, and this rank's part of a tensor divided like it
 
 
-def param_layouts(module: ShardedModule) -> list[ParamLayout]:
-    """Return the layouts of a unit's parameters, in the order of its flat parameter."""
-    handle = handle_of(module)
-    layouts = _layouts.get(handle)
-    if layouts is None:
-        layouts = _layouts[handle] = _param_layouts(module)
-    return layouts
-
-
 _layouts: weakref.WeakKeyDictionary[FlatParamHandle, list[ParamLayout]] = weakref.WeakKeyDictionary()
 
 
-def _param_layouts(module: ShardedModule) -> list[ParamLayout]:
-    flat_param, layout = handle_of(module).flat_param, handle_of(module).layout
+def param_layouts(module: ShardedModule) -> list[ParamLayout]:
+    """Return the layouts of a unit's parameters, in the order of its flat parameter."""
+    handle = handle_of(module)
+    known = _layouts.get(handle)
+    if known is not None:
+        return known
+    flat_param, layout = handle.flat_param, handle.layout
     layouts = []
     for index, shape in enumerate(flat_param._shapes):
         order = None if flat_param._contiguities[index] else memory_order(flat_param._strides[index])
@@ -103,6 +99,7 @@ def _param_layouts(module: ShardedModule) -> list[ParamLayout]:
         parallel = flat_param._param_extensions[index]
         shard = shard_partition(layout, index)
         layouts.append(ParamLayout(shape, order, shard, rows, memory_shape, own_rows, parallel))
+    _layouts[handle] = layouts
     return layouts
 
 
