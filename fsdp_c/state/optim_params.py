@@ -254,13 +254,12 @@ def names_of_params(model: nn.Module) -> dict[nn.Parameter, str]:
                 f"{[names[param], clean_name(name)]} for the same; "
                 "state of shared parameters can be keyed by ids only"
             )
-        names[param] = clean_name(name)
         known = params.by_param.get(param) if params else None
-        if known is not None and known.module is not None:
-            if len(known.fqns) != 1:
-                raise RuntimeError(
-                    f"Each parameter should only map to one parameter name but got {list(known.fqns)} for "
-                    f"{names[param]!r}; wrap with use_orig_params=True, or save a full state dict"
-                )
-            names[param] = known.fqns[0]
+        fqns = (clean_name(name),) if known is None else known.fqns
+        if len(fqns) != 1:
+            raise RuntimeError(
+                f"Each parameter should only map to one parameter name but got {list(fqns)} for "
+                f"{clean_name(name)!r}; wrap with use_orig_params=True, or save a full state dict"
+            )
+        names[param] = fqns[0]
     return names
