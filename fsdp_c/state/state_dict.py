@@ -227,7 +227,9 @@ class _Saving(threading.local):
     """Outermost ``state_dict()`` of a unit in this thread. Its units share their transfers."""
 
     outermost: ShardedModule | None = None
-    values: dict[ShardedModule, list[Tensor]]
+
+    def __init__(self) -> None:
+        self.values: dict[ShardedModule, list[Tensor]] = {}
 
 
 _saving = _Saving()
@@ -286,18 +288,15 @@ def _refuse_part_of_shared(fsdp_module: ShardedModule) -> None:
 
 def _values_of(fsdp_module: ShardedModule) -> list[Tensor]:
     """Return the values to save of the unit's parameters. The first call makes those of all units."""
-    if _saving.outermost is None or fsdp_module not in _saving.values:
+    if fsdp_module not in _saving.values:
         # user code may call nn.Module.state_dict directly, or hold units that module traversal does not find
-        together = [fsdp_module] if _saving.outermost is None else units_of(_saving.outermost)
+        together = [] if _saving.outermost is None else units_of(_saving.outermost)
         modules = [module for module in dict.fromkeys([fsdp_module, *together]) if module._handle is not None]
         for module in modules:
             check_idle(module)
         warn_of_partial_units(fsdp_module, modules)
-        values = saved_values((module for module in modules if is_full(module)), as_rows=False)
-        values |= saved_values((module for module in modules if not is_full(module)), as_rows=True)
-        if _saving.outermost is None:
-            return values[fsdp_module]
-        _saving.values.update(values)
+        _saving.values |= saved_values((module for module in modules if is_full(module)), as_rows=False)
+        _saving.values |= saved_values((module for module in modules if not is_full(module)), as_rows=True)
     return _saving.values.pop(fsdp_module)
 
 
