@@ -99,14 +99,15 @@ def _pieces(
     if padded_numel <= max_numel:
         yield named, 0, padded_numel
         return
-    held, start, end = named[:0], 0, 0
+    held: Named = []
+    start = end = 0
     for each in named:
         numel, _, first = layouts[each[1].place].shard
         if held and first + numel > max(start + max_numel, end):
             yield held, start, end
             held = []
         start, end = start if held else first, first + numel
-        held = [*held, each]
+        held.append(each)
     yield held, start, end
 
 
