@@ -153,7 +153,6 @@ def check_idle(fsdp_module: ShardedModule, summoned: bool = True) -> None:
 def _summon_unit(
     fsdp_module: ShardedModule, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
 ) -> Iterator[None]:
-    """Summon one unit."""
     synchronize(fsdp_module.compute_device)
     handle = fsdp_module._handle
     if handle is None:
