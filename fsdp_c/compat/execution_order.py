@@ -15,11 +15,10 @@ from fsdp_c.sharding.sharded_module import ShardedModule, handles_in
 
 
 def _limit(name: str) -> Any:
-    """Return a property: the runtime's attribute ``name``, or its initial value before there is a runtime."""
+    """Return the property of the limit ``name``, which an existing runtime gets too."""
 
     def get(order: ExecutionOrder) -> int:
-        limit: int = order._limits[name] if (runtime := order._runtime()) is None else getattr(runtime, name)
-        return limit
+        return order._limits[name]
 
     def set(order: ExecutionOrder, limit: int) -> None:
         if (runtime := order._runtime()) is not None:
