@@ -127,11 +127,9 @@ def own_shard(params: Sequence[torch.Tensor], layout: _C.FlatLayout) -> torch.Te
     shard = torch.empty(layout.shard_numel, dtype=params[0].dtype, device=params[0].device)
     if shard.device.type == "meta":
         return shard
-    places = zip(layout.param_offsets, layout.param_numels, strict=True)
-    ranges = layout.shard_ranges() if layout.sharded else [(True, *place, 0) for place in places]
     end = 0
-    for param, (in_shard, offset, numel, offset_in_param) in zip(params, ranges, strict=True):
-        if not in_shard or numel == 0:
+    for param, (_, offset, numel, offset_in_param) in zip(params, layout.shard_ranges(), strict=True):
+        if numel == 0:
             continue
         _fill(shard, end, offset, PADDING_VALUE)
         shard.narrow(0, offset, numel).copy_(flat_view(param).narrow(0, offset_in_param, numel))
