@@ -387,14 +387,6 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
             param.grad = None
         self.collect_user_grads()
 
-    def shard_bounds(self) -> list[tuple[int, int]]:
-        """Return (start, end) of each parameter in this rank's shard; (0, 0) if it has no element there."""
-        if self.layout.sharded:
-            ranges = self.layout.shard_ranges()
-            return [(start, start + numel) if held else (0, 0) for held, start, numel, _ in ranges]
-        places = zip(self.layout.param_offsets, self.layout.param_numels, strict=True)
-        return [(start, start + numel) for start, numel in places]
-
     @property
     def script_params(self) -> Sequence[nn.Parameter]:
         """The parameters visible to the script: the original ones, or the flat parameter."""

@@ -254,9 +254,12 @@ def _grads_of(
             continue
         grads = [param.grad for param in params]
         if flat_param._params is None:
-            grad, bounds = flat_param.grad, handle.shard_bounds()
-            params = [flat_param] * len(bounds)
-            grads = [None if grad is None or start == end else grad[start:end] for start, end in bounds]
+            grad, ranges = flat_param.grad, handle.layout.shard_ranges()
+            params = [flat_param] * len(ranges)
+            grads = [
+                grad[start : start + numel] if grad is not None and numel else None
+                for _, start, numel, _ in ranges
+            ]
         for param, grad, param_extension in zip(params, grads, flat_param._param_extensions, strict=True):
             of_groups = found.setdefault(tensor_parallel.sharding_groups(param_extension), [])
             if grad is not None and (wanted is None or id(param) in wanted):
