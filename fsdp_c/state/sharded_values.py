@@ -405,9 +405,7 @@ def sharded_values(
         return []
     places = _Places.of(module, rows[0].device.type)
     return [
-        places.sharded_tensor(own.contiguous(), layout.shape, places.rows_metadata(layout.shape))
-        if layout.shape
-        else own
+        places.sharded_tensor(own.contiguous(), layout.shape) if layout.shape else own
         for own, layout in zip(rows, layouts, strict=True)
     ]
 
@@ -423,17 +421,10 @@ def _refuse_address(types: object, args: object, kwargs: object, process_group: 
     )
 
 
-def flat_value(module: ShardedModule, local: Tensor, numel: int) -> ShardedTensor:
-    """Return the flat parameter of ``numel`` elements, with this rank's elements ``local``."""
-    places = _Places.of(module, local.device.type)
-    step = handle_of(module).layout.shard_numel
-    shards = [
-        ShardMetadata([start], [min(step, numel - start)], device)
-        for start, device in zip(range(0, numel, max(step, 1)), places.devices, strict=False)
-    ]
-    return places.sharded_tensor(
-        local, torch.Size([numel]), shards or [ShardMetadata([0], [0], places.devices[0])]
-    )
+def flat_value(module: ShardedModule, local: Tensor) -> ShardedTensor:
+    """Return the flat parameter, with this rank's elements ``local``."""
+    shape = torch.Size([handle_of(module).layout.numel])
+    return _Places.of(module, local.device.type).sharded_tensor(local, shape)
 
 
 class _Places:
@@ -463,20 +454,20 @@ class _Places:
     def rows_metadata(self, shape: torch.Size) -> list[ShardMetadata]:
         """Return offsets, sizes and device of each rank's rows of a tensor of ``shape``."""
         if shape not in self.rows:
-            step = -(-shape[0] // len(self.devices)) if shape.numel() else 1
-            starts = range(0, shape[0], step) if shape.numel() else [0]
+            # an empty tensor is one shard
+            step = -(-shape[0] // len(self.devices)) if shape.numel() else max(shape[0], 1)
+            starts = range(0, max(shape[0], 1), step)
             self.rows[shape] = [
                 ShardMetadata(
-                    [start, *[0] * (len(shape) - 1)],
-                    [min(step, shape[0] - start), *shape[1:]] if shape.numel() else list(shape),
-                    device,
+                    [start, *[0] * (len(shape) - 1)], [min(step, shape[0] - start), *shape[1:]], device
                 )
                 for start, device in zip(starts, self.devices, strict=False)
             ]
         return self.rows[shape].copy()
 
-    def sharded_tensor(self, local: Tensor, shape: torch.Size, shards: list[ShardMetadata]) -> ShardedTensor:
+    def sharded_tensor(self, local: Tensor, shape: torch.Size) -> ShardedTensor:
         """Return a ShardedTensor like its own constructors, without their validation of values computed here."""
+        shards = self.rows_metadata(shape)
         pinned = torch.cuda.is_initialized() and local.is_pinned()
         properties = TensorProperties(local.dtype, pin_memory=pinned)
         spec: ShardingSpec | None = (

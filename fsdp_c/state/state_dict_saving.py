@@ -205,4 +205,4 @@ def put_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) -
         state_dict.update((fqn, part) for fqn, part in named if fqn in state_dict)
     local = local_shard(module)[: handle.layout.shard_numel_valid]
     local = local.cpu() if _offloads(module) else local
-    state_dict[prefix + module._flat_param_name] = flat_value(module, local, handle.layout.numel)
+    state_dict[prefix + module._flat_param_name] = flat_value(module, local)
