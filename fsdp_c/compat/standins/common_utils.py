@@ -34,25 +34,13 @@ def _get_module_fsdp_state(module: nn.Module) -> Any:
 
 
 def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> Any:
-    """Return the unit directly around ``module``, or None."""
-    state = _get_module_fsdp_state(module)
-    if state is None or state is module:
-        return state
-    return state if module in state._fully_sharded_module_to_handle else None
-
-
-def _is_composable(state: Any) -> bool:
-    """Return True if a unit is not a module; fsdp_c units are modules."""
-    return not isinstance(state, nn.Module)
+    """Return ``module`` if it is a unit, else None."""
+    return _get_module_fsdp_state(module)
 
 
 def _module_handle(state: Any, module: nn.Module) -> Any:
-    """Return the handle of the unit around ``module``, or None without parameters."""
-    return (
-        state._fully_sharded_module_to_handle[module]
-        if _is_composable(state) and state._handle
-        else module._handle
-    )
+    """Return the handle of the unit ``module``, or None without parameters."""
+    return module._handle
 
 
 def _has_fsdp_params(state: Any, module: nn.Module) -> bool:
