@@ -63,11 +63,7 @@ def group_of_model(model: nn.Module) -> dist.ProcessGroup | None:
     holders of a unit with several groups or a slice of a mesh, unless these are all ranks.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    found: dict[Holders, None] = {}
-    for module in units_of(model):
-        if holder_count(module.process_group, module._replicate_group) >= world_size:
-            return None
-        found[Holders.of(module)] = None
+    found = dict.fromkeys(map(Holders.of, units_of(model)))
     if not found:
         return None
     largest = max(found, key=lambda each: each.size)
