@@ -549,18 +549,17 @@ def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamL
     same = group.size() == module.world_size
     partition = layout.rows if same and layout.rows else chunk_partition(layout.shape, group.size())
     numel = partition.numel_on(group.rank())
-    found = shards[0].tensor.numel() if shards else 0
-    if found != numel:
-        raise AssertionError(
-            f"{fqn}: rank {group.rank()} of {group.size()} expects rows of {numel} elements but the value "
-            f"has {found}: it was saved by another number of ranks; load through "
-            "torch.distributed.checkpoint, which divides it anew"
-        )
     rows = (
         shards[0].tensor
         if shards
         else torch.empty(rows_shape(layout.shape, 0), dtype=value.dtype, device="cpu")
     )
+    if rows.numel() != numel:
+        raise AssertionError(
+            f"{fqn}: rank {group.rank()} of {group.size()} expects rows of {numel} elements but the value "
+            f"has {rows.numel()}: it was saved by another number of ranks; load through "
+            "torch.distributed.checkpoint, which divides it anew"
+        )
     if same:
         return rows
     # torch's load_sharded_optimizer_state_dict divides over all ranks, regardless of the unit's shard group
