@@ -126,7 +126,7 @@ def _move_to_device(
 
 
 def sync_states(
-    module: nn.Module, params: Iterable[nn.Parameter], groups: Sequence[dist.ProcessGroup], where: str
+    module: nn.Module, params: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup], where: str
 ) -> None:
     """Broadcast ``params`` and unsynchronized buffers from rank 0. Collective over ``groups``, in order.
 
@@ -134,7 +134,6 @@ def sync_states(
     ValueError, naming ``where``, for CPU tensors that a group's backend cannot send.
     """
     tensors: list[torch.Tensor] = []
-    params = list(params)
     buffers = [
         buffer
         for buffer in dict.fromkeys(buffer for _, buffer in named_buffers(module))
