@@ -109,18 +109,16 @@ class OptimParams:
             flat_param = module._handle.flat_param
             prefix = clean_name(f"{path}.") if path else ""
             params = module._handle.managed_params[: flat_param._num_params]
-            fqns = [prefix + param.fqn for param in params]
+            fqns = tuple(prefix + param.fqn for param in params)
             if module._use_orig_params:
-                originals = flat_param._params or []
-                for index, (param, fqn) in enumerate(zip(originals, fqns, strict=True)):
-                    found[param] = OptimParam(fqn, (fqn,), module, (index,))
-                for place, original in zip(params, originals, strict=True):
+                for index, (place, original) in enumerate(zip(params, flat_param._params or (), strict=True)):
+                    found[original] = OptimParam(fqns[index], (fqns[index],), module, (index,))
                     shown = place.module._parameters.get(place.name)
                     if shown is not None and shown is not original:
                         self._shown[shown] = original
             else:
                 name = clean_name(joined(path, module._flat_param_name))
-                found[flat_param] = OptimParam(name, tuple(fqns), module, tuple(range(len(fqns))))
+                found[flat_param] = OptimParam(name, fqns, module, tuple(range(len(fqns))))
         return found
 
     def original(self, param: nn.Parameter) -> nn.Parameter:
