@@ -32,7 +32,7 @@ from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_func
 from fsdp_c.compat.upstream import HandleShardingStrategy
 from fsdp_c.sharding import agreement, buffers, compiling, construction, flattening, materialization
 from fsdp_c.sharding.configuration import configure
-from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo
+from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle
 from fsdp_c.sharding.optional import is_marked, optional_units
 from fsdp_c.sharding.sharded_module import (
     Segment,
@@ -51,7 +51,6 @@ from fsdp_c.sharding.traversal import (
     FLAT_PARAM,
     WRAPPED_MODULE,
     WRAPPED_PREFIX,
-    ParamInfo,
     Subtree,
     check_module,
     clean_path,
@@ -776,11 +775,10 @@ def _flat_param_shown(module: ShardedModule) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _orig_params_hidden(module: ShardedModule) -> Iterator[None]:
-    flat_param = handle_of(module).flat_param
-    infos: list[ParamInfo | SharedParamInfo] = [*flat_param._param_infos, *flat_param._shared_param_infos]
-    shown = {info.module: dict(info.module._parameters) for info in infos}
-    for info in infos:
-        info.module._parameters.pop(info.param_name, None)
+    params = handle_of(module).managed_params
+    shown = {param.module: dict(param.module._parameters) for param in params}
+    for param in params:
+        param.module._parameters.pop(param.name, None)
     _register_flat_param(module)
     try:
         yield
