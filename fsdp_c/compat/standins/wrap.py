@@ -243,35 +243,30 @@ def _recursive_wrap(
 # ----------------------------------------------------------------- wrapping while a model is built
 
 
-class _ConfigAutoWrap:
-    """State of the active ``enable_wrap``, if any."""
-
-    in_autowrap_context: bool = False
-    wrapper_cls: Callable[..., nn.Module] | None = None
-    kwargs: Kwargs = {}
+_active: tuple[Callable[..., nn.Module], Kwargs] | None = None  # wrapper and arguments of ``enable_wrap``
 
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
     """Make ``wrap`` use ``wrapper_cls`` with these arguments in the block. Cannot be nested."""
-    config = _ConfigAutoWrap
-    if config.in_autowrap_context:
+    global _active
+    if _active is not None:
         raise NotImplementedError(
             "You are already within an autowrap context: leave the outer enable_wrap first"
         )
-    config.in_autowrap_context, config.wrapper_cls, config.kwargs = True, wrapper_cls, wrapper_kwargs
+    _active = wrapper_cls, wrapper_kwargs
     try:
         yield
     finally:
-        config.in_autowrap_context, config.wrapper_cls, config.kwargs = False, None, {}
+        _active = None
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     """Return the module wrapped by the active ``enable_wrap``, with overrides; unchanged outside of one."""
-    if not _ConfigAutoWrap.in_autowrap_context:
+    if _active is None:
         return module
-    assert _ConfigAutoWrap.wrapper_cls is not None
-    return _wrap(module, _ConfigAutoWrap.wrapper_cls, **{**_ConfigAutoWrap.kwargs, **wrap_overrides})
+    wrapper_cls, kwargs = _active
+    return _wrap(module, wrapper_cls, **{**kwargs, **wrap_overrides})
 
 
 for _value in list(vars().values()):
