@@ -82,41 +82,18 @@ def _named_parameters_with_duplicates(module: nn.Module, **kwargs: Any) -> list[
         return list(module.named_parameters(**kwargs))
 
 
-def _apply_to_modules(
-    root_module: nn.Module,
-    module_fn: Callable[..., None],
-    return_fn: Callable[..., Any],
-    filter_fqns: list[str] | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Call ``module_fn(module, prefix, depth, *args, **kwargs)`` in pre-order; return ``return_fn``'s result.
-
-    With ``filter_fqns``, wrappers that are on no path of these names are left out of the prefix.
-    """
-    prefixes = {fqn[: i + 1] for fqn in filter_fqns or () for i, letter in enumerate(fqn) if letter == "."}
-    wrappers = (FSDP_WRAPPED_MODULE, "_dmp_wrapped_module", "module")
-
-    def visit(module: nn.Module, prefix: str, depth: int) -> None:
-        module_fn(module, prefix, depth, *args, **kwargs)
-        for name, child in module.named_children():
-            inner = f"{prefix}{name}."
-            if filter_fqns is not None and inner not in prefixes and name in wrappers:
-                inner = prefix
-            visit(child, inner, depth + 1)
-
-    visit(root_module, "", 0)
-    return return_fn(*args, **kwargs)
-
-
 def _get_param_to_fqns(model: nn.Module, dedup_shared_params: bool = True) -> dict[nn.Parameter, list[str]]:
     """Map each parameter to its FQNs in the unwrapped model.
 
-    A flat parameter has several; so has a shared one unless ``dedup_shared_params``.
+    A flat parameter has several; so has a shared one unless ``dedup_shared_params``. Wrappers that are on no
+    path of a parameter's name are left out of FQNs.
     """
     found: dict[nn.Parameter, list[str]] = {}
+    fqns = [name for name, _ in _named_parameters_with_duplicates(model)]
+    prefixes = {fqn[: i + 1] for fqn in fqns for i, letter in enumerate(fqn) if letter == "."}
+    wrappers = (FSDP_WRAPPED_MODULE, "_dmp_wrapped_module", "module")
 
-    def collect(module: nn.Module, prefix: str, depth: int) -> None:
+    def visit(module: nn.Module, prefix: str) -> None:
         for name, param in _named_parameters_with_duplicates(module, recurse=False):
             is_flat = getattr(param, "_is_flat_param", False)
             own_names: list[str] = getattr(param, "_fqns", [name]) if is_flat else [name]
@@ -125,10 +102,11 @@ def _get_param_to_fqns(model: nn.Module, dedup_shared_params: bool = True) -> di
                 found[param] = names
             elif not dedup_shared_params:
                 found[param] += names
+        for name, child in module.named_children():
+            inner = f"{prefix}{name}."
+            visit(child, prefix if inner not in prefixes and name in wrappers else inner)
 
-    _apply_to_modules(
-        model, collect, lambda: None, [name for name, _ in _named_parameters_with_duplicates(model)]
-    )
+    visit(model, "")
     return found
 
 
