@@ -44,7 +44,6 @@ PYTHON_LAYERS = (  # packages, and modules outside of packages
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")
 STATE_READERS = {  # Python modules that read sharding state, with the reason; none changes it
     "compat.handle_names": "attributes that torch has on a handle",
-    "compat.standins.common_utils": "assertion of torch's helper of the same name",
     "fully_sharded_data_parallel": "names and moves inside summon_full_params",
     "compat._runtime_utils": "torch's runtime functions, called or replaced by libraries",
     "sharding.sharded_module": "attributes that torch has on a unit, and checks for full parameters",

@@ -47,14 +47,6 @@ def _has_fsdp_params(state: Any, module: nn.Module) -> bool:
     return _module_handle(state, module) is not None
 
 
-def _assert_in_training_states(state: Any, training_states: list[Any]) -> None:
-    """Raise ValueError unless the unit is in one of these states."""
-    if state.training_state not in training_states:
-        raise ValueError(
-            f"expected to be in states {training_states} but current state is {state.training_state}"
-        )
-
-
 # ----------------------------------------------------------------- names and marks
 
 
@@ -74,8 +66,6 @@ def _is_fsdp_flattened(tensor: torch.Tensor) -> bool:
 
 def _named_parameters_with_duplicates(module: nn.Module, **kwargs: Any) -> list[tuple[str, nn.Parameter]]:
     """Return ``named_parameters`` with all names of shared ones, if the module's method supports that."""
-    if "remove_duplicate" in kwargs:
-        raise AssertionError("remove_duplicate cannot be passed: this function returns duplicates")
     try:
         return list(module.named_parameters(remove_duplicate=False, **kwargs))
     except AssertionError:

@@ -138,21 +138,6 @@ def _wrap_module_cls_individually(
     return recurse or isinstance(module, tuple(module_classes))
 
 
-def _run_mixed_precision_override_policy(
-    root_module: nn.Module,
-    module_classes: Iterable[type[nn.Module]],
-    ignored_modules: set[nn.Module],
-    root_kwargs: Kwargs,
-    target_module_to_kwargs: dict[nn.Module, Kwargs],
-) -> dict[nn.Module, Kwargs]:
-    """Add instances of ``module_classes`` to the targets, without mixed precision."""
-    classes = tuple(set(module_classes))
-    for module in root_module.modules():
-        if module not in ignored_modules and isinstance(module, classes):
-            target_module_to_kwargs.setdefault(module, root_kwargs)["mixed_precision"] = None
-    return target_module_to_kwargs
-
-
 # ----------------------------------------------------------------- traversal
 
 
