@@ -92,10 +92,10 @@ def local_part(value: Tensor, param_extension: ParamExtension) -> Tensor:
 
     Collective over the mesh of a DTensor.
     """
-    placements = [] if param_extension is None else list(param_extension.placements)
+    placements = [Replicate()] if param_extension is None else param_extension.placements
     if isinstance(value, DTensor):
-        around = [Replicate()] * (value.device_mesh.ndim - max(len(placements), 1))
-        return value.redistribute(placements=[*around, *(placements or [Replicate()])]).to_local()
+        around = [Replicate()] * (value.device_mesh.ndim - len(placements))
+        return value.redistribute(placements=[*around, *placements]).to_local()
     if param_extension is None:
         return value
     # No communication: all ranks have the same value.
