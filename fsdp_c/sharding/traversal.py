@@ -23,7 +23,7 @@ from fsdp_c.compat.upstream import _FSDPState
 FLAT_PARAM = "_flat_param"
 WRAPPED_MODULE = "_fsdp_wrapped_module"
 WRAPPED_PREFIX = WRAPPED_MODULE + "."
-CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+CHECKPOINT_PREFIX = _CHECKPOINT_WRAPPED_MODULE + "."
 
 
 def flat_param_name(number: int) -> str:
