@@ -235,6 +235,15 @@ def set_data_of_flat_parameters(model: Any) -> list[Tensor]:
     return [output.detach(), *evaluated(model)]
 
 
+def cast_after_a_forward(model: Any) -> list[Tensor]:
+    """In mixed precision torch's next forward brings back the values from before the cast."""
+    evaluated(model)
+    model.to(torch.bfloat16)
+    with torch.no_grad():
+        model(batch(0).bfloat16())
+    return [value.float() for value in model.state_dict().values()]
+
+
 def infer_before_training(model: Any) -> list[Tensor]:
     optimizer = sgd(model)
     with torch.inference_mode():
@@ -404,6 +413,17 @@ PROGRAMS = {
     ),
     "data of a flat parameter": Program(
         set_data_of_flat_parameters, DIFFERENT, one_layer, views=(False,), arguments={}
+    ),
+    "cast after a forward": Program(
+        cast_after_a_forward, "must have the same dtype", one_layer, SHARDED, BOTH_VIEWS, {}
+    ),
+    "cast after a forward in mixed precision": Program(
+        cast_after_a_forward,
+        DIFFERENT,
+        one_layer,
+        STRATEGIES,
+        BOTH_VIEWS,
+        {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
     ),
     "inference before training": Program(infer_before_training, "The `grad_fn` is needed", views=BOTH_VIEWS),
     "three forwards, then their backwards": Program(
