@@ -84,7 +84,9 @@ static int add_hook(PyObject *hooks, const void *identity, PyObject *hook) {
 static int register_hook(PyObject *tensor, const void *identity, PyObject *hook) {
     static PyObject *ordered_dict; /* owned, immortal */
     const struct unit *unit = hook_target(hook);
-    OWNED *hooks = PyObject_GetAttr(tensor, torch_names._backward_hooks);
+    /* first: torch crashes with a hook on a view whose node a write to another view has made stale */
+    OWNED *grad_fn = PyObject_GetAttr(tensor, torch_names.grad_fn);
+    OWNED *hooks = grad_fn ? PyObject_GetAttr(tensor, torch_names._backward_hooks) : NULL;
     if (!hooks)
         return -1;
     if (hooks == Py_None) { /* like Tensor.register_hook, but without its Python */
@@ -94,9 +96,8 @@ static int register_hook(PyObject *tensor, const void *identity, PyObject *hook)
         if (!own || add_hook(own, identity, hook) < 0 ||
             PyObject_SetAttr(tensor, torch_names._backward_hooks, own) < 0)
             return -1;
-        OWNED *grad_fn = PyObject_GetAttr(tensor, torch_names.grad_fn);
-        if (!grad_fn || grad_fn == Py_None)
-            return grad_fn ? 0 : -1;
+        if (grad_fn == Py_None)
+            return 0;
         return ref_done(PyObject_CallMethodObjArgs(grad_fn, torch_names._register_hook_dict, tensor, NULL));
     }
     if (!unit || !unit->optional.first)

@@ -186,6 +186,7 @@ def hook_inputs(
 
     removals = contextlib.ExitStack()
     for tensor in tensors:
+        _ = tensor.grad_fn  # first: torch crashes with a hook on a view whose node is stale
         removals.callback(tensor.register_hook(receive).remove)
         # before the hook of the unit that made the tensor, which unshards that unit
         hooks = tensor._backward_hooks

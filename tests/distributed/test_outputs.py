@@ -51,12 +51,18 @@ def register_container() -> None:
         )
 
 
+def _written_through_a_row(x: Tensor) -> Tensor:
+    x.mul_(2)[0].add_(1)
+    return x
+
+
 OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "dict": (lambda x: {"value": x, "number": 1}, lambda out: out["value"]),
     "unused": (lambda x: {"used": x, "unused": x * 3}, lambda out: out["used"]),
     "nested list": (lambda x: [[x], (x * 2, None)], lambda out: out[0][0] + out[1][0]),
     "tuple": (lambda x: (x, "text"), lambda out: out[0]),
     "view written to": (lambda x: (x * 2).view(x.shape), lambda out: out.add_(1)),
+    "view written to by another": (lambda x: _written_through_a_row((x * 2).view(x.shape)), lambda out: out),
     "views written to": (
         lambda x: ((x * 2).view(x.shape), [(x * 3).unsqueeze(0)]),
         lambda out: out[1][0].mul_(2)[0].add_(out[0].relu_()),
