@@ -156,7 +156,7 @@ def output_and_kept_losses(model: nn.Module, rank: int) -> None:
     losses.backward()
 
 
-@pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="on a GPU, torch's FSDP1 races as well")
+@pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="no event orders it on a GPU")
 @on_ranks(2)
 def test_losses_that_units_keep_are_trained_with_gathered_parameters(rank: int, world_size: int) -> None:
     """Their backward reads the parameters of a prefetched unit before a gradient reaches the unit's output."""
