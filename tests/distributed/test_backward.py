@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.test_reshard import full
 from tests.models import WIDTH, Net
-from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.pairwise import VIEWS, pairwise
+from tests.ranks import STRATEGIES, all_strategies, both_views, device, on_ranks
 from tests.storage import live_nbytes, live_nbytes_after_a_failure, settled_nbytes
 from tests.training import PER_BLOCK, assert_same, full_state, train, wrap
 from tests.training import batch as inputs
@@ -223,21 +224,25 @@ class Forces(nn.Module):
         return self.head(force) + (energy if self.with_energy else 0)
 
 
-@pytest.mark.parametrize("runs_again", [False, True])
-@pytest.mark.parametrize("with_energy, looks", [(False, False), (True, False), (True, True)])
-@all_strategies
-@both_views
+@pairwise(
+    use_orig_params=VIEWS,
+    strategy=STRATEGIES,
+    energy=["none", "with", "looked at"],
+    runs_again=[False, True],
+)
 @on_ranks(2)
 def test_gradient_taken_inside_a_forward_is_differentiated(
     rank: int,
     world_size: int,
     strategy: str,
     use_orig_params: bool,
-    with_energy: bool,
-    looks: bool,
+    energy: str,
     runs_again: bool,
 ) -> None:
-    model, reference = (seeded(lambda: Forces(runs_again, with_energy, looks)) for _ in range(2))
+    def make() -> nn.Module:
+        return Forces(runs_again, with_energy=energy != "none", looks=energy == "looked at")
+
+    model, reference = seeded(make), seeded(make)
     policy = ModuleWrapPolicy({nn.Sequential})
     model = wrap(model, strategy=strategy, use_orig_params=use_orig_params, auto_wrap_policy=policy)
     assert_same_gradients(model, reference, twice, rank, world_size)
@@ -374,10 +379,12 @@ def test_frozen_units_free_their_storage_during_backward(rank: int, strategy: st
     assert live_nbytes() == before
 
 
-@pytest.mark.parametrize("inner", [False, True], ids=["of the root", "of a unit inside"])
-@pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])
-@all_strategies
-@both_views
+@pairwise(
+    use_orig_params=VIEWS,
+    strategy=STRATEGIES,
+    inside=[pytest.param(False, id="after"), pytest.param(True, id="inside")],
+    inner=[pytest.param(False, id="of the root"), pytest.param(True, id="of a unit inside")],
+)
 @on_ranks(2)
 def test_losses_weighted_by_gradients_of_the_last_layer(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, inside: bool, inner: bool
@@ -433,9 +440,7 @@ def test_recurrent_modules_train_like_the_plain_model(
     assert_same_gradients(model, made(), step, rank, world_size)
 
 
-@pytest.mark.parametrize("around", ["the root", "units", "both"])
-@all_strategies
-@both_views
+@pairwise(use_orig_params=VIEWS, strategy=STRATEGIES, around=["the root", "units", "both"])
 @on_ranks(2)
 def test_recomputed_forwards_cast_their_inputs_under_mixed_precision(
     rank: int, use_orig_params: bool, strategy: str, around: str

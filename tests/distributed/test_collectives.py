@@ -21,7 +21,8 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 from benchmarks.common import NoopGroup
 from tests.collectives import ALL_GATHER, ALL_GATHERS, REDUCE_SCATTER, REDUCE_SCATTERS
-from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.pairwise import VIEWS, pairwise
+from tests.ranks import STRATEGIES, device, on_ranks
 from tests.training import wrap
 
 UNITS = 4
@@ -161,9 +162,7 @@ PREFETCH: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", PREFETCH)
-@all_strategies
-@both_views
+@pairwise(use_orig_params=VIEWS, strategy=STRATEGIES, mode=tuple(PREFETCH))
 @on_ranks(2)
 def test_collectives_and_computation_are_in_the_order_of_torch(
     rank: int, use_orig_params: bool, strategy: str, mode: str

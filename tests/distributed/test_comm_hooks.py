@@ -27,9 +27,10 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
 from torch.distributed.fsdp import MixedPrecision
 
 from tests.models import WIDTH, Net
+from tests.pairwise import pairwise
 from tests.parity.engine import Point, Run, Scenario, compare
 from tests.parity.scenarios import PER_BLOCK, accumulate_step, no_sync_after_sync_step, plain_step
-from tests.ranks import all_strategies, on_ranks
+from tests.ranks import STRATEGIES, all_strategies, on_ranks
 from tests.training import sharded
 
 LOW_PRECISION = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
@@ -97,9 +98,7 @@ def hooked(hook: Hook, state: Callable[[], object], late: bool = False) -> Calla
 # ------------------------------------------------------------------ equal to torch
 
 
-@pytest.mark.parametrize("name", CUSTOM)
-@pytest.mark.parametrize("precision", ["fp32", "bf16_reduce_fp32"])
-@all_strategies
+@pairwise(strategy=STRATEGIES, precision=["fp32", "bf16_reduce_fp32"], name=tuple(CUSTOM))
 @on_ranks(2)
 def test_custom_hooks_equal_torch(
     rank: int, world_size: int, strategy: str, precision: str, name: str

@@ -26,6 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.distributed.test_optim_state_dict import assert_same_value
 from tests.models import Block, Net
+from tests.pairwise import VIEWS, pairwise
 from tests.parity.engine import implementation
 from tests.ranks import both_views, device, on_ranks
 from tests.training import train
@@ -77,9 +78,11 @@ def frozen_where(options: dict[str, Any]) -> bool:
     return options.get("ignore_frozen_params", False)
 
 
-@all_options
-@both_views
-@pytest.mark.parametrize("mesh", [False, True], ids=["sharded tensors", "dtensors"])
+@pairwise(
+    mesh=[pytest.param(False, id="sharded tensors"), pytest.param(True, id="dtensors")],
+    use_orig_params=VIEWS,
+    options=[pytest.param(options, id=name) for name, options in OPTIONS.items()],
+)
 @on_ranks(2)
 def test_what_is_got_equals_torchs_and_what_is_set_comes_back(rank, mesh, use_orig_params, options):
     got = []

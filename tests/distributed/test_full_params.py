@@ -20,6 +20,7 @@ from fsdp_c.state import full_params
 from tests import tensor_parallel as tp
 from tests.distributed.test_hybrid import groups
 from tests.distributed.test_sharded_state_dict import FULL, odd, saved, train, wrap
+from tests.pairwise import pairwise
 from tests.parity.engine import same_bits
 from tests.ranks import both_views, device, on_ranks
 
@@ -140,9 +141,11 @@ def gathers(model: nn.Module, **options: Any) -> tuple[dict[str, torch.Tensor], 
         return dict(iter_full_params(model, **options)), seen
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("max_nbytes", [1, 200, 1024, 10**9])
+@pairwise(
+    max_nbytes=[1, 200, 1024, 10**9],
+    dtype=[None, torch.bfloat16],
+    strategy=["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"],
+)
 @on_ranks(4)
 def test_parts_of_any_size_give_the_full_state_dict(rank, max_nbytes, dtype, strategy):
     options = {"process_group": groups(2, 2)} if strategy == "HYBRID_SHARD" else {}

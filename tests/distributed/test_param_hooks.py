@@ -16,8 +16,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import MixedPrecision
 
 from tests.models import WIDTH
+from tests.pairwise import pairwise
 from tests.parity.engine import same_bits
-from tests.ranks import all_strategies, both_views, on_ranks
+from tests.ranks import STRATEGIES, both_views, on_ranks
 from tests.training import batch, wrap
 
 Trace = list[tuple[str, Any]]
@@ -113,14 +114,17 @@ def watched_steps(
         record_grads(model, trace, f"step {step}")
 
 
-@all_strategies
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("forwards", "unsynchronised"), [(1, 0), (1, 2), (2, 0), (2, 1)])
+@pairwise(
+    strategy=STRATEGIES,
+    precision=tuple(PRECISIONS),
+    steps=[pytest.param(steps, id=f"{steps[0]}-{steps[1]}") for steps in [(1, 0), (1, 2), (2, 0), (2, 1)]],
+)
 @on_ranks(2)
 def test_hooks_see_the_unsharded_gradient_as_often_as_torchs(
-    rank: int, strategy: str, precision: str, forwards: int, unsynchronised: int
+    rank: int, strategy: str, precision: str, steps: tuple[int, int]
 ) -> None:
     """Under no_sync they also see the gradients that earlier backwards have left."""
+    forwards, unsynchronised = steps
     options = {"forwards": forwards, "unsynchronised": unsynchronised}
     body = functools.partial(watched_steps, strategy=strategy, precision=precision, **options)
     trace = assert_same_trace(body, rank)

@@ -22,7 +22,8 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import split_frozen
 from tests import training
 from tests.distributed.test_collectives import calls, counted
-from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.pairwise import VIEWS, pairwise
+from tests.ranks import STRATEGIES, all_strategies, both_views, device, on_ranks
 from tests.storage import live_nbytes, settled_nbytes
 from tests.training import SHARDED
 
@@ -189,9 +190,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@strategies
-@both_views
+@pairwise(strategy=["FULL_SHARD", "SHARD_GRAD_OP"], use_orig_params=VIEWS, case=tuple(CASES))
 @on_ranks(2)
 def test_a_forward_after_one_without_backward_sees_each_change(
     strategy: str, use_orig_params: bool, case: str
@@ -376,9 +375,7 @@ def both_writing(*given: Any, **arguments: Any) -> tuple[Trainer, Trainer]:
     return Trainer(wrap(models[0], **arguments)), Trainer(models[1])
 
 
-@all_strategies
-@both_views
-@pytest.mark.parametrize("recomputed", ["no", "inside", "around"])
+@pairwise(strategy=STRATEGIES, use_orig_params=VIEWS, recomputed=["no", "inside", "around"])
 @on_ranks(2)
 def test_writes_of_a_forward_to_its_parameters_are_kept(
     strategy: str, use_orig_params: bool, recomputed: str

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
 from tests.models import Block
-from tests.ranks import all_strategies, both_views, on_ranks
+from tests.pairwise import VIEWS, pairwise
+from tests.ranks import STRATEGIES, both_views, on_ranks
 from tests.training import assert_same, batch, full_state, plain, sharded
 
 # an array of a GPU tensor is always a copy
@@ -26,7 +27,6 @@ EXPORTS: dict[str, Export] = {
     "numpy": lambda tensor: np.asarray(tensor.detach()),
     "share_memory": lambda tensor: tensor.detach().share_memory_().numpy(),
 }
-exports = pytest.mark.parametrize("export", EXPORTS)
 
 
 @contextmanager
@@ -70,10 +70,7 @@ def unsharded_nbytes(model: Any) -> int:
     return sum(handle.unsharded_nbytes for handle in model._all_handles)
 
 
-@all_strategies
-@both_views
-@exports
-@pytest.mark.parametrize("rank0_only", [False, True])
+@pairwise(strategy=STRATEGIES, use_orig_params=VIEWS, export=tuple(EXPORTS), rank0_only=[False, True])
 @on_ranks(2)
 def test_arrays_from_summon_full_params_keep_their_memory(
     rank: int, strategy: str, use_orig_params: bool, export: str, rank0_only: bool
@@ -107,21 +104,21 @@ def floats(model: nn.Module, state: dict[str, Tensor] | None = None) -> list[tup
     return [(n, value) for n, value in (state or model.state_dict()).items() if n in names]
 
 
-@pytest.mark.parametrize("checkpoint_mode", [None, "reentrant", "nonreentrant"])
-@pytest.mark.parametrize("mixed", [None, MixedPrecision(torch.float16)], ids=["fp32", "fp16"])
-@pytest.mark.parametrize(
-    ("when", "export"), [("forward", "numpy"), ("forward", "share_memory"), ("backward", "numpy")]
+@pairwise(
+    use_orig_params=VIEWS,
+    exported=["forward numpy", "forward share_memory", "backward numpy"],
+    mixed=[pytest.param(None, id="fp32"), pytest.param(MixedPrecision(torch.float16), id="fp16")],
+    checkpoint_mode=[None, "reentrant", "nonreentrant"],
 )
-@both_views
 @on_ranks(2)
 def test_arrays_from_hooks_keep_their_memory(
     rank: int,
     use_orig_params: bool,
-    when: str,
-    export: str,
+    exported: str,
     mixed: MixedPrecision | None,
     checkpoint_mode: str | None,
 ) -> None:
+    when, export = exported.split()
     strategy = "SHARD_GRAD_OP" if when == "backward" else "FULL_SHARD"
     options = {"mixed_precision": mixed, "net": {"checkpoint_mode": checkpoint_mode}}
     *_, expected = steps(rank, use_orig_params, strategy, **options)

@@ -27,6 +27,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tests import training
 from tests.errors import collected
 from tests.models import WIDTH, Block, Net
+from tests.pairwise import VIEWS, pairwise
 from tests.parity.engine import implementation
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.training import FULL, LOCAL, SHARDED, assert_same
@@ -58,9 +59,7 @@ def full_state_dict(model: Any, **config: Any) -> dict[str, Tensor]:
         return model.state_dict()
 
 
-@pytest.mark.parametrize("source", ["torch", "fsdp_c", "plain"])
-@pytest.mark.parametrize("target", ["torch", "fsdp_c", "plain"])
-@both_views
+@pairwise(source=["torch", "fsdp_c", "plain"], target=["torch", "fsdp_c", "plain"], use_orig_params=VIEWS)
 @on_ranks(2)
 def test_dict_loads_into_every_implementation(source: str, target: str, use_orig_params: bool) -> None:
     def build(which: str, seed: int) -> nn.Module:
@@ -255,9 +254,7 @@ FORMS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("change", [in_forward, after_forward, removed, replaced])
-@both_views
+@pairwise(change=[in_forward, after_forward, removed, replaced], form=tuple(FORMS), use_orig_params=VIEWS)
 @on_ranks(2)
 def test_buffers_registered_after_wrapping_are_saved_as_by_torch(
     change: Callable[[list[Any]], None], form: str, use_orig_params: bool

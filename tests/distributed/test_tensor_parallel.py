@@ -34,6 +34,7 @@ from fsdp_c.optim import WholeParameters
 from tests import tensor_parallel as tp
 from tests.distributed.test_misuse_checks import installed
 from tests.distributed.test_sharded_state_dict import assert_same_value
+from tests.pairwise import VIEWS, pairwise
 from tests.parity.engine import (
     STEPS,
     Point,
@@ -47,7 +48,8 @@ from tests.ranks import both_views, device, on_ranks
 from tests.training import FULL, SHARDED
 
 PER_LAYER = ModuleWrapPolicy({tp.Layer})
-both_plans = pytest.mark.parametrize("plan", ["mlp", "sequence"])
+PLANS = ("mlp", "sequence")
+both_plans = pytest.mark.parametrize("plan", PLANS)
 
 
 def plain(seed: int = 3) -> tp.Language:
@@ -145,10 +147,12 @@ def compare(point: Point, plan: str, step: Callable[[Run], None], rank: int) -> 
     assert_same_record(point, expected, record(point, plan, step, "fsdp_c", rank))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_reduce_fp32", "bf16"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@both_views
-@both_plans
+@pairwise(
+    plan=PLANS,
+    use_orig_params=VIEWS,
+    strategy=["FULL_SHARD", "SHARD_GRAD_OP"],
+    precision=["fp32", "bf16_reduce_fp32", "bf16"],
+)
 @on_ranks(4, timeout_s=120)
 def test_training_equals_torch(
     rank: int, plan: str, use_orig_params: bool, strategy: str, precision: str
@@ -260,10 +264,12 @@ def test_replicas_of_tensor_parallel_shards_train_as_the_plain_model(
 # ------------------------------------------------------------------ clipping
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@both_views
-@both_plans
+@pairwise(
+    plan=PLANS,
+    use_orig_params=VIEWS,
+    strategy=["FULL_SHARD", "NO_SHARD"],
+    norm_type=[2.0, 1.0, 3.0, math.inf],
+)
 @on_ranks(4)
 def test_gradient_norm_is_that_of_the_plain_model(
     rank: int, plan: str, use_orig_params: bool, strategy: str, norm_type: float
@@ -513,10 +519,12 @@ def assert_is_reference(state: dict[str, Any]) -> None:
             torch.testing.assert_close(full(state["state"][name][key]), expected, check_device=False)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("kind", OPTIM_CONFIGS)
-@both_views
-@both_plans
+@pairwise(
+    plan=PLANS,
+    use_orig_params=VIEWS,
+    kind=tuple(OPTIM_CONFIGS),
+    strategy=["FULL_SHARD", "NO_SHARD"],
+)
 @on_ranks(4)
 def test_optimizer_state_is_the_plain_models_and_loads_again(
     rank: int, plan: str, use_orig_params: bool, kind: str, strategy: str

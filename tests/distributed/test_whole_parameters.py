@@ -27,6 +27,7 @@ from fsdp_c.optim import WholeParameters, whole_parameters
 from fsdp_c.optim.whole_parameters import BUCKET_NBYTES
 from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.distributed.test_hybrid import groups
+from tests.pairwise import pairwise
 from tests.parity.engine import different_paths
 from tests.ranks import both_views, device, on_ranks, pool
 from tests.training import assert_same
@@ -191,9 +192,7 @@ def trained_alike(
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 
 
-@pytest.mark.parametrize("bucket_nbytes", [1, 4096, None])
-@pytest.mark.parametrize("kind", FACTORIES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pairwise(kind=tuple(FACTORIES), strategy=STRATEGIES, bucket_nbytes=[1, 4096, None])
 @on_ranks(2)
 def test_bits_are_those_of_the_plain_model(
     kind: str, strategy: ShardingStrategy, bucket_nbytes: int | None

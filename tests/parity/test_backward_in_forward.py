@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import WIDTH
+from tests.pairwise import VIEWS, pairwise
 from tests.parity.engine import Point, Scenario, compare
 from tests.parity.scenarios import plain_step
-from tests.ranks import all_strategies, both_views, on_ranks
+from tests.ranks import STRATEGIES, on_ranks
 from tests.training import batch, wrap
 
 
@@ -75,9 +76,7 @@ def build(which: str, step: Callable[[Inside, Tensor], Tensor], **arguments: Any
     return unit(Inside(unit, step))
 
 
-@both_views
-@all_strategies
-@pytest.mark.parametrize("name", STEPS)
+@pairwise(use_orig_params=VIEWS, strategy=STRATEGIES, name=tuple(STEPS))
 @on_ranks(2)
 def test_training_with_a_backward_inside_the_forward_equals_torchs(
     rank: int, world_size: int, name: str, strategy: str, use_orig_params: bool

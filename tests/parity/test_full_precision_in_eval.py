@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from itertools import cycle
 from unittest import mock
 
 import pytest
@@ -63,12 +64,10 @@ def one_block_in_eval_step(run: Run) -> None:
 
 
 def grid() -> Iterator[Point]:
-    for strategy in STRATEGIES:
+    precisions = sorted(PRECISIONS.keys() - {"cast_inputs"})  # there the inputs are in low precision
+    for precision, strategy in zip(precisions, cycle(STRATEGIES)):
         for orig in (True, False):
-            for precision in sorted(
-                PRECISIONS.keys() - {"cast_inputs"}
-            ):  # there the inputs are in low precision
-                yield Point("interleaved", strategy, orig, precision, "sgd")
+            yield Point("interleaved", strategy, orig, precision, "sgd")
     for orig in (True, False):
         for name in ("root_without_parameters", "prefetch_forward"):
             for precision in ("bf16_reduce_fp32", "reduce_bf16"):
