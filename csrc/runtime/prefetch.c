@@ -58,7 +58,10 @@ void unit_set_prefetched(struct unit *unit, bool prefetched) {
 /* A gradient may reach the parameters of a prefetched unit before its outputs, through a loss that its forward
  * keeps instead of returning. Without streams, no event orders that after the all-gather. */
 static int wait_without_streams(struct unit *prefetched) {
-    return streams_are_real(&prefetched->runtime->schedule.streams) ? 0 : unit_wait_unshard(prefetched);
+    if (streams_are_real(&prefetched->runtime->schedule.streams))
+        return 0;
+    TRACE(TRACED_BACKWARD_GATHER, prefetched->name_index);
+    return unit_wait_unshard(prefetched);
 }
 
 int unit_prefetch_next(struct unit *unit, enum training_state state) {

@@ -93,7 +93,7 @@ static int on_module_end(void *target) {
     struct unit *unit = target;
     OWNED *guard = PyObject_CallNoArgs(torch_names.no_dispatch_guard);
     if (!guard)
-        return -1;
+        PyErr_Clear(); /* without memory for it, detach all the same */
     if (!unit->is_root || !unit->runtime)
         return node_detach_views(unit);
     for (int64_t i = 0; i < unit->runtime->num_units; i++)
