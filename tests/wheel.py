@@ -6,6 +6,7 @@ The exit status is 1 if a library needs more than every machine of the wheel's p
 from __future__ import annotations
 
 import io
+import os
 import struct
 import sys
 import zipfile
@@ -20,7 +21,8 @@ SYSTEM |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 NEEDED = {"_C": SYSTEM, "_cuda13": SYSTEM | {"libstdc++.so.6"}}
 OF_OLD_GLIBC = {"libdl.so.2", "libpthread.so.0"}  # merged into libc.so.6 by newer versions
 SHOWN = {"_C": {"PyInit__C"}, "_cuda13": {"fsdp_c_cuda_kernels"}}
-CODE = {"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "compute_120"}
+ARCHS = os.environ.get("FSDP_C_CUDA_ARCHS", "75 80 86 89 90 100 120").split()  # of setup.py
+CODE = {*(f"sm_{arch}" for arch in ARCHS), f"compute_{ARCHS[-1]}"}
 FATBIN_HEADER, FATBIN_ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQIIHHI")
 FATBIN_MAGIC = 0xBA55ED50
 PTX, MACHINE_CODE = 1, 2
