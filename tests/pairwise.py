@@ -21,16 +21,14 @@ def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     missing = {pair for point in points for pair in _pairs(point)}
     chosen = []
     while missing:
-        best = max(points, key=lambda point: len(missing & _pairs(point)))
-        missing -= _pairs(best)
-        chosen.append(best)
-    params = [
-        pytest.param(
-            *(_value(values[index]) for values, index in zip(axes.values(), point, strict=True)),
-            id="-".join(_id(name, axes[name][index], index) for name, index in zip(axes, point, strict=True)),
+        chosen.append(max(points, key=lambda point: len(missing & _pairs(point))))
+        missing -= _pairs(chosen[-1])
+    params = []
+    for point in sorted(chosen):
+        given = [_param(name, index, axes[name][index]) for name, index in zip(axes, point, strict=True)]
+        params.append(
+            pytest.param(*(one.values[0] for one in given), id="-".join(str(one.id) for one in given))
         )
-        for point in sorted(chosen)
-    ]
     return pytest.mark.parametrize(tuple(axes), params)
 
 
@@ -38,12 +36,9 @@ def _pairs(point: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
     return set(combinations(enumerate(point), 2))
 
 
-def _value(value: Any) -> Any:
-    return value.values[0] if isinstance(value, ParameterSet) else value
-
-
-def _id(name: str, value: Any, index: int) -> str:
+def _param(name: str, index: int, value: Any) -> ParameterSet:
     if isinstance(value, ParameterSet):
-        return str(value.id)
+        return value
     shown = getattr(value, "__name__", value)
-    return str(shown) if shown is None or isinstance(shown, (str, int, float)) else f"{name}{index}"
+    is_short = shown is None or isinstance(shown, (str, int, float))
+    return pytest.param(value, id=str(shown) if is_short else f"{name}{index}")

@@ -163,9 +163,7 @@ class Recursive(nn.Module):
         return self.after(self.unit[0](x, depth - 1) if depth else x)
 
 
-@all_strategies
-@both_views
-@pytest.mark.parametrize("recomputed", [False, True], ids=["", "checkpoint"])
+@pairwise(strategy=STRATEGIES, use_orig_params=VIEWS, recomputed=[False, True])
 @on_ranks(2)
 def test_a_unit_that_calls_itself_trains(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, recomputed: bool
@@ -320,9 +318,7 @@ PENALTIES = (
 )
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
-@all_strategies
-@both_views
+@pairwise(strategy=STRATEGIES, use_orig_params=VIEWS, offload=[False, True])
 @on_ranks(2)
 def test_gradient_penalties_have_the_bits_of_the_plain_model(
     rank: int, world_size: int, use_orig_params: bool, strategy: str, offload: bool

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import MixedPrecision
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c._runtime_utils import _lazy_init
 from tests.models import WIDTH
-from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.pairwise import VIEWS, pairwise
+from tests.ranks import STRATEGIES, both_views, device, on_ranks
 from tests.training import batch, sharded
 
 
@@ -46,9 +47,7 @@ def move(model: Any) -> None:
     model.to(device()).float()  # no move
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
-@all_strategies
-@both_views
+@pairwise(strategy=STRATEGIES, use_orig_params=VIEWS, mixed=[False, True])
 @on_ranks(2)
 def test_moved_model_trains_as_an_unmoved_one(
     rank: int, use_orig_params: bool, strategy: str, mixed: bool
@@ -150,9 +149,7 @@ def backward(model: Any, rank: int, step: int, sync: bool = True) -> None:
         model(x).square().mean().backward()
 
 
-@pytest.mark.parametrize("sync", [True, False], ids=["reduced", "no_sync"])
-@all_strategies
-@both_views
+@pairwise(strategy=STRATEGIES, use_orig_params=VIEWS, sync=[True, False])
 @on_ranks(2)
 def test_gradients_go_to_another_dtype_with_the_parameters(
     rank: int, use_orig_params: bool, strategy: str, sync: bool

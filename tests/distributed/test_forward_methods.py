@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import register_forward_method
 from tests.models import WIDTH, Net
-from tests.ranks import all_strategies, both_views, on_ranks
+from tests.pairwise import VIEWS, pairwise
+from tests.ranks import STRATEGIES, all_strategies, both_views, on_ranks
 from tests.training import PER_BLOCK, batch, full_state, wrap
 
 
@@ -49,9 +50,7 @@ def build(strategy: str = "FULL_SHARD", use_orig_params: bool = True, **argument
     return wrap(plain(), strategy=strategy, **options, **arguments)
 
 
-@pytest.mark.parametrize("registered", ["unit", "inner"])
-@both_views
-@all_strategies
+@pairwise(strategy=STRATEGIES, use_orig_params=VIEWS, registered=["unit", "inner"])
 @on_ranks(2)
 def test_registered_method_equals_the_plain_modules(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, registered: str

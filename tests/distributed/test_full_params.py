@@ -201,9 +201,7 @@ def language() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return plain, {name: param.detach().clone().to(device()) for name, param in plain.named_parameters()}
 
 
-@pytest.mark.parametrize("rank0_only", [False, True])
-@pytest.mark.parametrize("max_nbytes", [None, 300])
-@pytest.mark.parametrize("plan", ["mlp", "sequence"])
+@pairwise(plan=["mlp", "sequence"], max_nbytes=[None, 300], rank0_only=[False, True])
 @on_ranks(4)
 def test_tensors_are_whole_under_tensor_parallelism(rank, plan, max_nbytes, rank0_only):
     plain, expected = language()

@@ -197,9 +197,11 @@ def replace_accumulated(param: Tensor) -> None:
     param.grad = torch.full_like(param.grad, 3.0)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("hook", [double, zero, double_accumulated, replace_accumulated])
-@pytest.mark.parametrize("unsynchronised", [False, True])
+@pairwise(
+    strategy=["FULL_SHARD", "NO_SHARD"],
+    hook=[double, zero, double_accumulated, replace_accumulated],
+    unsynchronised=[False, True],
+)
 @on_ranks(2)
 def test_a_gradient_changed_by_a_hook_is_reduced(
     rank: int, strategy: str, hook: Callable[[Tensor], Tensor | None], unsynchronised: bool

@@ -28,6 +28,7 @@ from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError
 from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.distributed.test_dcp_state_dict import seen_as_fsdp
+from tests.pairwise import VIEWS, pairwise
 from tests.parity.engine import same_bits
 from tests.ranks import both_views, device, on_ranks
 from tests.training import assert_same, wrap
@@ -119,9 +120,7 @@ def test_experts_that_differ_in_shape_or_state_alone_are_refused(rank: int, worl
         checkpoint.save(model, optimizer, folder_of_ranks() / "saved")
 
 
-@pytest.mark.parametrize("equal", [True, False], ids=["equal", "named apart"])
-@pytest.mark.parametrize("background", [False, True], ids=["now", "background"])
-@both_views
+@pairwise(use_orig_params=VIEWS, background=[False, True], equal=[True, False])
 @on_ranks(4)
 def test_experts_that_are_equal_or_have_names_of_their_own_are_saved(
     rank: int, world_size: int, use_orig_params: bool, background: bool, equal: bool

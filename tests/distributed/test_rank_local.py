@@ -23,6 +23,7 @@ from fsdp_c import ShardedGradScaler
 from fsdp_c.compat.upstream import torch_version
 from tests.distributed.test_misuse_checks import backward, installed, nothing_told, wrapped
 from tests.models import WIDTH, Net
+from tests.pairwise import VIEWS, pairwise
 from tests.ranks import both_views, device, on_ranks
 from tests.training import average_gradients, batch
 
@@ -86,9 +87,9 @@ def test_get_total_norm_of_unsharded_gradients_is_not_warned_of(rank: int) -> No
             )
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
-@pytest.mark.parametrize("norm_type", [2.0, math.inf, 3])
-@both_views
+@pairwise(
+    strategy=["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"], norm_type=[2.0, math.inf, 3], use_orig_params=VIEWS
+)
 @on_ranks(2)
 def test_norms_and_clipping_after_install_are_the_plain_modules(
     rank: int, use_orig_params: bool, norm_type: float, strategy: str

@@ -20,6 +20,7 @@ from fsdp_c.state.redistribution import (
     redistribute,
     shard_partition,
 )
+from tests.pairwise import pairwise
 from tests.ranks import device, on_ranks
 
 SHAPES = [(5, 3), (), (0, 4), (1,), (2, 3, 4), (7,), (3, 0), (64, 33), (1, 9)]
@@ -79,9 +80,7 @@ def test_shards_become_chunks_and_chunks_shards(rank, world_size, mixed, batch_n
         assert piece.dtype == again.dtype
 
 
-@pytest.mark.parametrize("rank0_only", [False, True])
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("batch_nbytes", [1, 2**20])
+@pairwise(rank0_only=[False, True], mixed=[False, True], batch_nbytes=[1, 2**20])
 @on_ranks(2)
 def test_gathered_tensors_are_whole(rank, world_size, rank0_only, mixed, batch_nbytes, large_nbytes):
     wholes, sources = tensors(mixed), shards(world_size, rank)

@@ -20,8 +20,9 @@ from fsdp_c.api import HandleTrainingState
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from tests.collectives import ALL_GATHER, REDUCE_SCATTER
 from tests.models import WIDTH
+from tests.pairwise import VIEWS, pairwise
 from tests.processes import ROOT, output_of_python
-from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.ranks import STRATEGIES, all_strategies, both_views, device, on_ranks
 from tests.storage import HELD_BACK
 from tests.training import batch, sharded
 
@@ -88,9 +89,7 @@ def in_steps(calls: list[str]) -> Callable[[Any], None]:
     return unshard
 
 
-@pytest.mark.parametrize("replacement", [in_steps, around])
-@both_views
-@all_strategies
+@pairwise(strategy=STRATEGIES, use_orig_params=VIEWS, replacement=[in_steps, around])
 @on_ranks(2)
 def test_replaced_unshard_is_called_for_every_gather(
     rank: int, strategy: str, use_orig_params: bool, replacement: Callable[..., Any]
@@ -143,9 +142,7 @@ def test_steps_of_a_handle_take_their_arguments_by_name() -> None:
             handle.reshard(**wrong)
 
 
-@pytest.mark.parametrize("name", ["_reshard", "_post_backward_reshard"])
-@both_views
-@all_strategies
+@pairwise(strategy=STRATEGIES, use_orig_params=VIEWS, name=["_reshard", "_post_backward_reshard"])
 @on_ranks(2)
 def test_replaced_reshard_is_called(rank: int, strategy: str, use_orig_params: bool, name: str) -> None:
     original, calls = getattr(_runtime_utils, name), []

@@ -29,7 +29,6 @@ from tests.training import SHARDED
 
 WIDTH = 6
 LARGE = 420  # a unit of more than 1 MiB
-strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 
 
 class Block(nn.Linear):
@@ -206,9 +205,7 @@ def test_a_forward_after_one_without_backward_sees_each_change(
 # ----------------------------------------------------------------- units left unsharded
 
 
-@strategies
-@both_views
-@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pairwise(strategy=["FULL_SHARD", "SHARD_GRAD_OP"], use_orig_params=VIEWS, grad=[False, True])
 @on_ranks(2)
 def test_unused_prefetched_units_are_freed_with_their_forward(
     strategy: str, use_orig_params: bool, grad: bool
@@ -227,8 +224,7 @@ def test_unused_prefetched_units_are_freed_with_their_forward(
     check(trainers[0].model, trainers[1].model)
 
 
-@strategies
-@both_views
+@pairwise(strategy=["FULL_SHARD", "SHARD_GRAD_OP"], use_orig_params=VIEWS)
 @on_ranks(2)
 def test_a_second_forward_before_the_backward_gathers_each_unit_once(
     strategy: str, use_orig_params: bool

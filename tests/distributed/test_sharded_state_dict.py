@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_state_dict import train, wrap
 from tests.models import Net
+from tests.pairwise import VIEWS, pairwise
 from tests.parity.engine import same_bits
 from tests.ranks import both_views, device, on_ranks
 from tests.training import FULL, LOCAL, SHARDED, assert_same
@@ -103,9 +104,7 @@ def assert_same_full(expected: Any, actual: Any) -> None:
     assert_same(saved(expected, FULL), saved(actual, FULL))
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("mesh", [False, True, "hybrid"])
-@both_views
+@pairwise(use_orig_params=VIEWS, mesh=[False, True, "hybrid"], offload=[False, True])
 @on_ranks(4)
 def test_sharded_values_and_their_metadata_equal_torchs(rank, use_orig_params, mesh, offload):
     states, options = [], {"mesh": mesh}
