@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-VIEWS = (pytest.param(True, id="orig"), pytest.param(False, id="flat"))  # of use_orig_params
-
 
 def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrize with few points in which any two values of different arguments meet.

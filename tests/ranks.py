@@ -41,7 +41,8 @@ EXIT_WAIT_S = 20.0  # limit for a process that has closed its pipe
 LOG_TAIL_CHARS = 4000
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+VIEWS = (pytest.param(True, id="orig"), pytest.param(False, id="flat"))
+both_views = pytest.mark.parametrize("use_orig_params", VIEWS)
 PRELOAD = [
     "torch",
     "torch.distributed.fsdp",

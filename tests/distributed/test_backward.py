@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.test_reshard import full
 from tests.models import WIDTH, Net
-from tests.pairwise import VIEWS, pairwise
-from tests.ranks import STRATEGIES, all_strategies, both_views, device, on_ranks
+from tests.pairwise import pairwise
+from tests.ranks import STRATEGIES, VIEWS, all_strategies, both_views, device, on_ranks
 from tests.storage import live_nbytes, live_nbytes_after_a_failure, settled_nbytes
 from tests.training import PER_BLOCK, assert_same, full_state, train, wrap
 from tests.training import batch as inputs

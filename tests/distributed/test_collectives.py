@@ -21,8 +21,8 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 from benchmarks.common import NoopGroup
 from tests.collectives import ALL_GATHER, ALL_GATHERS, REDUCE_SCATTER, REDUCE_SCATTERS
-from tests.pairwise import VIEWS, pairwise
-from tests.ranks import STRATEGIES, device, on_ranks
+from tests.pairwise import pairwise
+from tests.ranks import STRATEGIES, VIEWS, device, on_ranks
 from tests.training import wrap
 
 UNITS = 4

@@ -26,9 +26,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.distributed.test_optim_state_dict import assert_same_value
 from tests.models import Block, Net
-from tests.pairwise import VIEWS, pairwise
+from tests.pairwise import pairwise
 from tests.parity.engine import implementation
-from tests.ranks import both_views, device, on_ranks
+from tests.ranks import VIEWS, both_views, device, on_ranks
 from tests.training import train
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecision
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c._runtime_utils import _lazy_init
 from tests.models import WIDTH
-from tests.pairwise import VIEWS, pairwise
-from tests.ranks import STRATEGIES, both_views, device, on_ranks
+from tests.pairwise import pairwise
+from tests.ranks import STRATEGIES, VIEWS, both_views, device, on_ranks
 from tests.training import batch, sharded
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import register_forward_method
 from tests.models import WIDTH, Net
-from tests.pairwise import VIEWS, pairwise
-from tests.ranks import STRATEGIES, all_strategies, both_views, on_ranks
+from tests.pairwise import pairwise
+from tests.ranks import STRATEGIES, VIEWS, all_strategies, both_views, on_ranks
 from tests.training import PER_BLOCK, batch, full_state, wrap
 
 

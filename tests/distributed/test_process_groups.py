@@ -28,9 +28,9 @@ from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError
 from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.distributed.test_dcp_state_dict import seen_as_fsdp
-from tests.pairwise import VIEWS, pairwise
+from tests.pairwise import pairwise
 from tests.parity.engine import same_bits
-from tests.ranks import both_views, device, on_ranks
+from tests.ranks import VIEWS, both_views, device, on_ranks
 from tests.training import assert_same, wrap
 
 WIDTH = 6

@@ -23,8 +23,8 @@ from fsdp_c import ShardedGradScaler
 from fsdp_c.compat.upstream import torch_version
 from tests.distributed.test_misuse_checks import backward, installed, nothing_told, wrapped
 from tests.models import WIDTH, Net
-from tests.pairwise import VIEWS, pairwise
-from tests.ranks import both_views, device, on_ranks
+from tests.pairwise import pairwise
+from tests.ranks import VIEWS, both_views, device, on_ranks
 from tests.training import average_gradients, batch
 
 

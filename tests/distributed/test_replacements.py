@@ -20,9 +20,9 @@ from fsdp_c.api import HandleTrainingState
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from tests.collectives import ALL_GATHER, REDUCE_SCATTER
 from tests.models import WIDTH
-from tests.pairwise import VIEWS, pairwise
+from tests.pairwise import pairwise
 from tests.processes import ROOT, output_of_python
-from tests.ranks import STRATEGIES, all_strategies, both_views, device, on_ranks
+from tests.ranks import STRATEGIES, VIEWS, all_strategies, both_views, device, on_ranks
 from tests.storage import HELD_BACK
 from tests.training import batch, sharded
 

@@ -22,8 +22,8 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import split_frozen
 from tests import training
 from tests.distributed.test_collectives import calls, counted
-from tests.pairwise import VIEWS, pairwise
-from tests.ranks import STRATEGIES, all_strategies, both_views, device, on_ranks
+from tests.pairwise import pairwise
+from tests.ranks import STRATEGIES, VIEWS, all_strategies, both_views, device, on_ranks
 from tests.storage import live_nbytes, settled_nbytes
 from tests.training import SHARDED
 
@@ -189,7 +189,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-@pairwise(strategy=["FULL_SHARD", "SHARD_GRAD_OP"], use_orig_params=VIEWS, case=tuple(CASES))
+@pairwise(strategy=STRATEGIES[:2], use_orig_params=VIEWS, case=tuple(CASES))
 @on_ranks(2)
 def test_a_forward_after_one_without_backward_sees_each_change(
     strategy: str, use_orig_params: bool, case: str
@@ -205,7 +205,7 @@ def test_a_forward_after_one_without_backward_sees_each_change(
 # ----------------------------------------------------------------- units left unsharded
 
 
-@pairwise(strategy=["FULL_SHARD", "SHARD_GRAD_OP"], use_orig_params=VIEWS, grad=[False, True])
+@pairwise(strategy=STRATEGIES[:2], use_orig_params=VIEWS, grad=[False, True])
 @on_ranks(2)
 def test_unused_prefetched_units_are_freed_with_their_forward(
     strategy: str, use_orig_params: bool, grad: bool
@@ -224,7 +224,7 @@ def test_unused_prefetched_units_are_freed_with_their_forward(
     check(trainers[0].model, trainers[1].model)
 
 
-@pairwise(strategy=["FULL_SHARD", "SHARD_GRAD_OP"], use_orig_params=VIEWS)
+@pairwise(strategy=STRATEGIES[:2], use_orig_params=VIEWS)
 @on_ranks(2)
 def test_a_second_forward_before_the_backward_gathers_each_unit_once(
     strategy: str, use_orig_params: bool

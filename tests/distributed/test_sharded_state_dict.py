@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_state_dict import train, wrap
 from tests.models import Net
-from tests.pairwise import VIEWS, pairwise
+from tests.pairwise import pairwise
 from tests.parity.engine import same_bits
-from tests.ranks import both_views, device, on_ranks
+from tests.ranks import VIEWS, both_views, device, on_ranks
 from tests.training import FULL, LOCAL, SHARDED, assert_same
 
 both_forms = pytest.mark.parametrize("mesh", [False, True])

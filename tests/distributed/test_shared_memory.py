@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
 from tests.models import Block
-from tests.pairwise import VIEWS, pairwise
-from tests.ranks import STRATEGIES, both_views, on_ranks
+from tests.pairwise import pairwise
+from tests.ranks import STRATEGIES, VIEWS, both_views, on_ranks
 from tests.training import assert_same, batch, full_state, plain, sharded
 
 # an array of a GPU tensor is always a copy

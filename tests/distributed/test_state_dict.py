@@ -27,9 +27,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tests import training
 from tests.errors import collected
 from tests.models import WIDTH, Block, Net
-from tests.pairwise import VIEWS, pairwise
+from tests.pairwise import pairwise
 from tests.parity.engine import implementation
-from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.ranks import VIEWS, all_strategies, both_views, device, on_ranks
 from tests.training import FULL, LOCAL, SHARDED, assert_same
 
 

@@ -34,7 +34,7 @@ from fsdp_c.optim import WholeParameters
 from tests import tensor_parallel as tp
 from tests.distributed.test_misuse_checks import installed
 from tests.distributed.test_sharded_state_dict import assert_same_value
-from tests.pairwise import VIEWS, pairwise
+from tests.pairwise import pairwise
 from tests.parity.engine import (
     STEPS,
     Point,
@@ -44,7 +44,7 @@ from tests.parity.engine import (
     implementation,
 )
 from tests.parity.scenarios import no_sync_step, plain_step
-from tests.ranks import both_views, device, on_ranks
+from tests.ranks import VIEWS, both_views, device, on_ranks
 from tests.training import FULL, SHARDED
 
 PER_LAYER = ModuleWrapPolicy({tp.Layer})

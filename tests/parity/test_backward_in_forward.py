@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import WIDTH
-from tests.pairwise import VIEWS, pairwise
+from tests.pairwise import pairwise
 from tests.parity.engine import Point, Scenario, compare
 from tests.parity.scenarios import plain_step
-from tests.ranks import STRATEGIES, on_ranks
+from tests.ranks import STRATEGIES, VIEWS, on_ranks
 from tests.training import batch, wrap
 
 
