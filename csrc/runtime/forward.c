@@ -85,8 +85,8 @@ static int register_hook(PyObject *tensor, const void *identity, PyObject *hook)
     static PyObject *ordered_dict; /* owned, immortal */
     const struct unit *unit = hook_target(hook);
     /* first: torch crashes with a hook on a view whose node a write to another view has made stale */
-    OWNED *grad_fn = PyObject_GetAttr(tensor, torch_names.grad_fn);
-    OWNED *hooks = grad_fn ? PyObject_GetAttr(tensor, torch_names._backward_hooks) : NULL;
+    OWNED *grad_fn = torch_grad_fn(tensor);
+    OWNED *hooks = grad_fn ? torch_backward_hooks(tensor) : NULL;
     if (!hooks)
         return -1;
     if (hooks == Py_None) { /* like Tensor.register_hook, but without its Python */
@@ -114,8 +114,8 @@ static int register_hook(PyObject *tensor, const void *identity, PyObject *hook)
 /* A write in place to a view, such as the output of nn.Linear for inputs of three dimensions, gives the view a
  * new node and leaves the hooked one out of the graph. The node of the base stays in it. */
 static int hook_base(PyObject *tensor, struct unit *unit) {
-    OWNED *base = PyObject_GetAttr(tensor, torch_names._base);
-    OWNED *grad_fn = base && base != Py_None ? PyObject_GetAttr(base, torch_names.grad_fn) : NULL;
+    OWNED *base = torch_base(tensor);
+    OWNED *grad_fn = base && base != Py_None ? torch_grad_fn(base) : NULL;
     if (!base || base == Py_None || !grad_fn || grad_fn == Py_None)
         return base == Py_None || grad_fn ? 0 : -1;
     OWNED *hook = hook_new(unit_pre_backward_of_base, unit, unit->object);

@@ -294,7 +294,7 @@ static int make_anchor(struct unit *unit) {
      * was created, in each backward. */
     OWNED *expanded =
         stream_enter_persistent(streams) < 0 ? NULL : PyObject_CallMethod(anchor, "expand_as", "O", anchor);
-    OWNED *grad_fn = expanded ? PyObject_GetAttr(expanded, torch_names.grad_fn) : NULL;
+    OWNED *grad_fn = expanded ? torch_grad_fn(expanded) : NULL;
     OWNED *next = grad_fn ? PyObject_GetAttrString(grad_fn, "next_functions") : NULL;
     OWNED *first = next ? PySequence_GetItem(next, 0) : NULL;
     unit->node.accumulation_node = first ? PySequence_GetItem(first, 0) : NULL;
@@ -319,7 +319,7 @@ static int clear_view_hooks(struct unit *unit) {
         PyObject *views = part->handle->storage.copy->views;
         for (Py_ssize_t i = 0; registered > 0 && i < PyTuple_Size(views); i++) {
             PyObject *view = PyTuple_GetItem(views, i);
-            OWNED *hooks = PyObject_GetAttr(view, torch_names._backward_hooks);
+            OWNED *hooks = torch_backward_hooks(view);
             if (!hooks ||
                 (hooks != Py_None && PyObject_SetAttr(view, torch_names._backward_hooks, Py_None) < 0))
                 registered = -1;

@@ -31,6 +31,7 @@ struct attribute {
 };
 
 static struct attribute grad_attribute, data_attribute, requires_grad_attribute, version_attribute;
+static struct attribute base_attribute, grad_fn_attribute, backward_hooks_attribute;
 
 static int find_attribute(const char *name, struct attribute *attribute) {
     attribute->descriptor = PyObject_GetAttrString(torch_names.parameter_type, name);
@@ -149,11 +150,14 @@ static int make_hook_type(void) {
 
 int torch_names_init(void) {
     static bool initialised;
-    if (!initialised && (find_torch_objects() < 0 || find_attribute("grad", &grad_attribute) < 0 ||
-                         find_attribute("data", &data_attribute) < 0 ||
-                         find_attribute("requires_grad", &requires_grad_attribute) < 0 ||
-                         find_attribute("_version", &version_attribute) < 0 || init_float16_rounding() < 0 ||
-                         make_hook_type() < 0))
+    if (!initialised &&
+        (find_torch_objects() < 0 || find_attribute("grad", &grad_attribute) < 0 ||
+         find_attribute("data", &data_attribute) < 0 ||
+         find_attribute("requires_grad", &requires_grad_attribute) < 0 ||
+         find_attribute("_version", &version_attribute) < 0 || find_attribute("_base", &base_attribute) < 0 ||
+         find_attribute("grad_fn", &grad_fn_attribute) < 0 ||
+         find_attribute("_backward_hooks", &backward_hooks_attribute) < 0 || init_float16_rounding() < 0 ||
+         make_hook_type() < 0))
         return -1;
     profiler_dict = PyModule_GetDict(torch_names.profiler);
     initialised = true;
@@ -247,6 +251,18 @@ PyObject *torch_part(PyObject *tensor, int64_t offset, int64_t numel) {
 
 PyObject *torch_data(PyObject *tensor) {
     return read_attribute(tensor, &data_attribute, torch_names.data);
+}
+
+PyObject *torch_base(PyObject *tensor) {
+    return read_attribute(tensor, &base_attribute, torch_names._base);
+}
+
+PyObject *torch_grad_fn(PyObject *tensor) {
+    return read_attribute(tensor, &grad_fn_attribute, torch_names.grad_fn);
+}
+
+PyObject *torch_backward_hooks(PyObject *tensor) {
+    return read_attribute(tensor, &backward_hooks_attribute, torch_names._backward_hooks);
 }
 
 int64_t torch_graph_task(void) {

@@ -103,6 +103,9 @@ int torch_requires_grad(PyObject *tensor); /* 1, 0 or -1 */
 int64_t torch_version(PyObject *tensor);
 bool torch_is_tensor(PyObject *object);
 PyObject *torch_data(PyObject *tensor); /* tensor.data: no history, own version counter */
+PyObject *torch_base(PyObject *tensor); /* tensor._base: the tensor of which it is a view, or Py_None */
+PyObject *torch_grad_fn(PyObject *tensor);
+PyObject *torch_backward_hooks(PyObject *tensor); /* tensor._backward_hooks: a dict, or Py_None */
 /* tensor[offset : offset + numel].data */
 PyObject *torch_part(PyObject *tensor, int64_t offset, int64_t numel);
 
