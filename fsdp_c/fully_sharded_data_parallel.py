@@ -611,9 +611,9 @@ class FullyShardedDataParallel(ShardedModule):
         return self._cleaned_in_summon(super().named_buffers(*args, **kwargs))
 
     def _cleaned_in_summon(self, named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-        clean = self.training_state == TrainingState.SUMMON_FULL_PARAMS
-        for name, tensor in named:
-            yield (name.replace(WRAPPED_PREFIX, "") if clean else name), tensor
+        if self.training_state != TrainingState.SUMMON_FULL_PARAMS:
+            return named
+        return ((name.replace(WRAPPED_PREFIX, ""), tensor) for name, tensor in named)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "Self":
         """Call ``fn`` on every submodule and itself, with full parameters; writes are kept. Collective.
