@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+GRACE_S = 5.0  # time for the other ranks of a script once one has failed
+PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "pytest",
+]
+
+
+def forking() -> ForkServerContext:
+    """Return the context of processes that are forked from one with torch imported, which takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 def run_python(
@@ -57,6 +78,53 @@ def run_ranks(
                 os.killpg(rank.pid, signal.SIGKILL)
     done = zip(ranks, texts, strict=True)
     return [subprocess.CompletedProcess(rank.args, rank.returncode, *text) for rank, text in done]
+
+
+def run_script(
+    script: Path, *arguments: str, ranks: int = 2, timeout_s: float = 600.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a script on forked ranks as torchrun does: an error of one rank ends the others.
+
+    Returns the first exit status other than 0, and the output of all ranks.
+    """
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+        free.close()
+        command = [str(script), *arguments]
+        running = [
+            forking().Process(target=_run_script, args=(folder, rank, command, variables))
+            for rank in range(ranks)
+        ]
+        for process in running:
+            process.start()
+        status = 0
+        while running and wait([process.sentinel for process in running], GRACE_S if status else timeout_s):
+            ended = [process for process in running if process.exitcode is not None]
+            running = [process for process in running if process not in ended]
+            status = next((process.exitcode for process in ended if process.exitcode), status)
+        assert status or not running, f"ranks still run after {timeout_s:g} s"
+        for process in running:
+            process.kill()
+            process.join()
+        texts = [(Path(folder) / name).read_text() for name in ("1", "2")]
+        return subprocess.CompletedProcess(command, status, *texts)
+
+
+def _run_script(folder: str, rank: int, command: list[str], variables: dict[str, str]) -> None:
+    import torch
+
+    for descriptor in (1, 2):
+        file = os.open(f"{folder}/{descriptor}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, descriptor)
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    sys.argv, sys.path[:0] = command, [str(Path(command[0]).parent)]
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves it out
 
 
 def as_nobody(work: Callable[[], None]) -> None:

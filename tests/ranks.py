@@ -14,7 +14,6 @@ import functools
 import gc
 import importlib
 import inspect
-import multiprocessing
 import os
 import signal
 import sys
@@ -24,12 +23,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import settings
+from tests.processes import forking
 from tests.settings import PATIENCE
 from tests.simulated_gpu import races
 
@@ -43,12 +44,6 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 VIEWS = (pytest.param(True, id="orig"), pytest.param(False, id="flat"))
 both_views = pytest.mark.parametrize("use_orig_params", VIEWS)
-PRELOAD = [
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-    "pytest",
-]
 
 
 def device_type() -> str:
@@ -90,7 +85,7 @@ class Rank:
     """A rank's process and the parent's end of its pipe."""
 
     index: int
-    process: multiprocessing.process.BaseProcess
+    process: BaseProcess
     connection: Connection
     log: Path
 
@@ -221,8 +216,7 @@ class RankPool:
     def start(self) -> None:
         import torch.distributed as dist
 
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = forking()
         self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.starts += 1

@@ -14,10 +14,10 @@ ON_RANKS = ("accelerate", "transformers", "lightning", "peft")
 
 def pytest_configure(config: pytest.Config) -> None:
     """PEFT imports bitsandbytes, which initialises CUDA, and a process that has done so cannot be forked."""
-    from tests import ranks  # which reads the settings of tests/conftest.py
+    from tests import processes
 
     preload = [name for name in ON_RANKS if name != "peft" or config.getoption("device") == "cpu"]
-    ranks.PRELOAD.extend(name for name in preload if name not in ranks.PRELOAD)
+    processes.PRELOAD.extend(name for name in preload if name not in processes.PRELOAD)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,5 +1,5 @@
-"""Scripts of examples/ under torchrun, as a user runs them: one that does not mention fsdp_c, under torch and
-under ``-m fsdp_c``; ema.py; weight_sync.py.
+"""Scripts of examples/: one that does not mention fsdp_c under torchrun, with torch and with ``-m fsdp_c``;
+ema.py; weight_sync.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.processes import ROOT, run_python
+from tests.processes import ROOT, run_python, run_script
 
 pytestmark = pytest.mark.slow
 
@@ -30,13 +30,20 @@ WITH_TORCH = (
 )
 
 
-def torchrun(*command: str, ranks: int = 2) -> tuple[str, str]:
-    """Run a command on ranks of this machine. Returns standard output and errors."""
+def torchrun(*command: str) -> tuple[str, str]:
+    """Run a command on two ranks. Returns standard output and errors."""
     settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run_python(*launcher, *command, cwd=ROOT, TORCH_LOGS="fsdp_c", **settings)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout, done.stderr
+
+
+def run_example(name: str, *arguments: str, ranks: int = 2) -> str:
+    """Return what an example prints."""
+    done = run_script(ROOT / "examples" / name, *arguments, ranks=ranks)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 def test_losses_of_an_unchanged_script_are_bitwise_those_of_torch() -> None:
@@ -58,8 +65,8 @@ def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
 def test_ema_averages_as_the_plain_model_on_any_number_of_ranks(tmp_path: Path) -> None:
     found = []
     for ranks, resume in ((2, []), (3, ["--resume"])):
-        command = ["examples/ema.py", "--steps", str(STEPS), "--out", str(tmp_path), *resume]
-        printed, _ = torchrun(*command, ranks=ranks)
+        arguments = ["--steps", str(STEPS), "--out", str(tmp_path), *resume]
+        printed = run_example("ema.py", *arguments, ranks=ranks)
         (losses,) = re.findall(r"step \d+: held-out loss (\S+), with the average (\S+)", printed)
         found += map(float, losses)
     torch.manual_seed(0)
@@ -80,7 +87,7 @@ def test_ema_averages_as_the_plain_model_on_any_number_of_ranks(tmp_path: Path) 
 
 
 def test_weight_sync_gives_an_engine_in_another_process_the_weights_of_each_step() -> None:
-    printed, _ = torchrun("examples/weight_sync.py")
+    printed = run_example("weight_sync.py")
     differences = [float(one) for one in re.findall(r"differ by (\S+)", printed)]
     assert len(differences) == 4 and max(differences) < 1e-5
     losses = [float(one) for one in re.findall(r"loss (\S+),", printed)]

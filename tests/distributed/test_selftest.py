@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdp_c import selftest
-from tests.processes import ROOT, output_of_python, run_python
+from tests.processes import ROOT, output_of_python, run_script
 
 VARIABLES = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 FAILING = """
@@ -42,8 +42,7 @@ def test_it_passes_on_ranks_of_its_own_and_ends_with_a_report() -> None:
 def test_failures_are_named_with_rank_and_parameter_and_the_rest_goes_on(tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run_python(*torchrun, script, **VARIABLES)
+    done = run_script(script)
     assert done.returncode == 1
     assert re.search(r"(?s)\nkernels: FAILED on rank 1: Traceback.*\nValueError: no such luck\n", done.stdout)
     for rank in range(2):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes import ROOT, run_python
+from tests.processes import ROOT, run_script
 
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -35,11 +35,8 @@ SHORT = "--steps 4 --warmup 1 --eval-every 2 --eval-batches 1 --checkpoint-every
 
 def train(*flags: str, world_size: int = 2) -> subprocess.CompletedProcess[str]:
     """Run the script on ranks of this machine."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    command = [*launcher, str(EXAMPLES / "train_lm.py"), *SMALL, *SHORT, "--sample-bytes", "8", *flags]
-    command += ["--device", device_type()]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return run_python(*command, OMP_NUM_THREADS="1", PYTHONPATH=path)
+    command = [*SMALL, *SHORT, "--sample-bytes", "8", *flags, "--device", device_type()]
+    return run_script(EXAMPLES / "train_lm.py", *command, ranks=world_size)
 
 
 def succeed(*flags: str, world_size: int = 2) -> str:
