@@ -79,9 +79,9 @@ test-all: test $(VENV)/.clients ## all tests, with client libraries and the whee
 	$(PYTEST) --rest 1 $(QUICK)
 	$(PYTEST) --rest $(PART) $(LONG)
 	$(SIMULATED) --rest $(PART) $(ON_GPU)
-	$(SIMULATED) --part 36 --device cuda $(ON_ANY_DEVICE)
+	$(SIMULATED) --part 72 --device cuda $(ON_ANY_DEVICE)
 	$(SIMULATED) --device cuda tests/distributed/test_train_lm.py tests/distributed/test_memory.py
-	FSDP_C_KERNELS=torch $(SIMULATED) --part 144 --device cuda tests/distributed tests/parity
+	FSDP_C_KERNELS=torch $(SIMULATED) --part 288 --device cuda tests/distributed tests/parity
 	FSDP_C_KERNELS=torch $(SIMULATED) tests/races/test_waits.py -k test_programs_are_in_order
 	$(SIMULATED) --width 640 tests/races/test_waits.py tests/races/test_memory.py -k "test_programs_are_in_order or test_memory"
 	$(PYTEST) tests/clients

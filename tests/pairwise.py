@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations, product
+from operator import getitem
 from typing import Any
 
 import pytest
 from _pytest.mark.structures import ParameterSet
 
 
-def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize with few points in which any two values of different arguments meet.
-
-    ``axes``: values of each argument, which may be ``pytest.param`` with an id.
-    """
-    points = list(product(*map(range, map(len, axes.values()))))
+def all_pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return few points in which any two values of different axes meet."""
+    points = list(product(*map(range, map(len, axes))))
     missing = {pair for point in points for pair in _pairs(point)}
     chosen = []
     while missing:
         chosen.append(max(points, key=lambda point: len(missing & _pairs(point))))
         missing -= _pairs(chosen[-1])
-    params = []
-    for point in sorted(chosen):
-        given = [_param(name, index, axes[name][index]) for name, index in zip(axes, point, strict=True)]
-        params.append(
-            pytest.param(*(one.values[0] for one in given), id="-".join(str(one.id) for one in given))
-        )
+    return [tuple(map(getitem, axes, point)) for point in sorted(chosen)]
+
+
+def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize with ``all_pairs``. ``axes``: values of each argument, which may be ``pytest.param`` with an id."""
+    named = [[_param(name, index, one) for index, one in enumerate(axis)] for name, axis in axes.items()]
+    params = [
+        pytest.param(*(one.values[0] for one in point), id="-".join(str(one.id) for one in point))
+        for point in all_pairs(*named)
+    ]
     return pytest.mark.parametrize(tuple(axes), params)
 
 

@@ -107,22 +107,23 @@ def test_custom_hooks_equal_torch(
     compare(point, Scenario(hooked(*CUSTOM[name]), accumulate_step), rank, world_size)
 
 
-@pytest.mark.parametrize(
-    ("precision", "step"),
-    [
-        ("fp32", "plain"),
-        ("fp32", "registered after a step"),
-        ("fp32", "no_sync_after_sync"),
-        ("bf16", "accumulate"),
-        ("keep_low", "plain"),
-    ],
+CASES = [
+    ("fp32", "plain"),
+    ("fp32", "registered after a step"),
+    ("fp32", "no_sync_after_sync"),
+    ("bf16", "accumulate"),
+    ("keep_low", "plain"),
+]
+
+
+@pairwise(
+    hook=[*LOW_PRECISION], strategy=STRATEGIES, case=[pytest.param(one, id="-".join(one)) for one in CASES]
 )
-@all_strategies
-@pytest.mark.parametrize("hook", LOW_PRECISION)
 @on_ranks(2)
 def test_low_precision_hooks_equal_torch(
-    rank: int, world_size: int, hook: str, strategy: str, precision: str, step: str
+    rank: int, world_size: int, hook: str, strategy: str, case: tuple[str, str]
 ) -> None:
+    precision, step = case
     point = Point(step, strategy, use_orig_params=step != "plain", precision=precision)
     late = step == "registered after a step"
     build = hooked(LOW_PRECISION[hook], lambda: LowPrecisionState(dist.group.WORLD), late)

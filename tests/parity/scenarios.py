@@ -157,7 +157,7 @@ def input_gradient_step(run: Run) -> None:
 
 # ------------------------------------------------------------------ the tables
 
-CORE: dict[str, Scenario] = {  # every strategy, use_orig_params and precision
+CORE: dict[str, Scenario] = {  # with every strategy, use_orig_params and precision: see test_parity.py
     "plain": Scenario(per_block(), plain_step),
     "no_sync": Scenario(per_block(), no_sync_step),
     "checkpoint_around_nonreentrant": Scenario(per_block(around="nonreentrant"), plain_step),
@@ -167,7 +167,7 @@ CORE: dict[str, Scenario] = {  # every strategy, use_orig_params and precision
     "unused": Scenario(per_block(extra=True), unused_block_step),
 }
 
-WIDE: dict[str, Scenario] = {  # every strategy and use_orig_params in fp32, FULL_SHARD in bf16
+WIDE: dict[str, Scenario] = {  # pairs of strategy, use_orig_params, fp32 or bf16
     "no_sync_after_sync": Scenario(per_block(), no_sync_after_sync_step),
     "checkpoint_around_reentrant": Scenario(per_block(around="reentrant"), plain_step),
     "checkpoint_inside_nonreentrant": Scenario(per_block(checkpoint_mode="nonreentrant"), plain_step),
@@ -179,7 +179,7 @@ WIDE: dict[str, Scenario] = {  # every strategy and use_orig_params in fp32, FUL
     "clip_unused": Scenario(per_block(extra=True), clip_step(2.0)),
 }
 
-NARROW: dict[str, Scenario] = {  # FULL_SHARD and SHARD_GRAD_OP, use_orig_params both, fp32
+NARROW: dict[str, Scenario] = {  # pairs of FULL_SHARD or SHARD_GRAD_OP, and use_orig_params, in fp32
     "one_unit": Scenario(with_arguments(auto_wrap_policy=None), plain_step),
     "root_without_parameters": Scenario(root_without_parameters, plain_step),
     "checkpoint_wrapper_inside": Scenario(checkpoint_wrapper_inside, plain_step),

@@ -14,6 +14,7 @@ from itertools import cycle, product
 
 import pytest
 
+from tests.pairwise import all_pairs
 from tests.parity.engine import OPTIMIZERS, PRECISIONS, Point, assert_same_record, compare, record_run
 from tests.parity.scenarios import CORE, NARROW, SCENARIOS, WIDE
 from tests.ranks import STRATEGIES, all_strategies, both_views, on_ranks
@@ -60,17 +61,19 @@ def refusal(point: Point) -> Refusal | None:
 
 
 def grid() -> Iterable[Point]:
-    """Yield the points. Any two values of scenario, precision and (use_orig_params, strategy) meet, except that
-    scenarios outside of CORE run in few precisions. Optimizers take turns.
+    """Yield the points. Of scenarios in CORE, precisions and layouts (strategy, use_orig_params) any two meet, and
+    all layouts run in fp32. Optimizers take turns.
     """
-    wanted = [*product(CORE, STRATEGIES, (True, False), ("fp32",))]
-    wanted += product(["plain"], STRATEGIES, (True, False), PRECISIONS)
-    for index, (scenario, precision) in enumerate(product(CORE, PRECISIONS)):
-        turn = index + index // len(PRECISIONS)  # each precision with each strategy, over the scenarios
-        wanted += product([scenario], [STRATEGIES[turn % 3]], (True, False), [precision])
-    wanted += product(WIDE, STRATEGIES, (True, False), ("fp32",))
-    wanted += product(WIDE, STRATEGIES[:1], (True, False), ("bf16_reduce_fp32",))
-    wanted += product(NARROW, STRATEGIES[:2], (True, False), ("fp32",))
+    layouts = [*product(STRATEGIES, (True, False))]
+    wanted = [(scenario, *layout, "fp32") for scenario, layout in product(CORE, layouts)]
+    wanted += [("plain", *layout, precision) for layout, precision in product(layouts, PRECISIONS)]
+    wanted += [
+        (scenario, *layout, precision)
+        for scenario, layout, precision in all_pairs([*CORE], layouts, [*PRECISIONS])
+    ]
+    wanted += [("shared", "FULL_SHARD", True, "keep_low")]  # one of REFUSALS
+    wanted += all_pairs([*WIDE], STRATEGIES, (True, False), ("fp32", "bf16_reduce_fp32"))
+    wanted += all_pairs([*NARROW], STRATEGIES[:2], (True, False), ("fp32",))
     one, other = OPTIMIZERS
     for point, optimizer in zip(dict.fromkeys(wanted), cycle((one, other, other, one))):
         yield Point(*point, optimizer)
