@@ -81,7 +81,12 @@ def run_ranks(
 
 
 def run_script(
-    script: Path, *arguments: str, ranks: int = 2, timeout_s: float = 600.0
+    script: Path,
+    *arguments: str,
+    ranks: int = 2,
+    cwd: Path = ROOT,
+    timeout_s: float = 600.0,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on forked ranks as torchrun does: an error of one rank ends the others.
 
@@ -89,12 +94,13 @@ def run_script(
     """
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+        variables |= {"TORCHELASTIC_RUN_ID": "none", "GLOO_SOCKET_IFNAME": "lo"}
         free.close()
         command = [str(script), *arguments]
         running = [
-            forking().Process(target=_run_script, args=(folder, rank, command, variables))
+            forking().Process(target=_run_script, args=(folder, rank, command, cwd, variables))
             for rank in range(ranks)
         ]
         for process in running:
@@ -112,13 +118,14 @@ def run_script(
         return subprocess.CompletedProcess(command, status, *texts)
 
 
-def _run_script(folder: str, rank: int, command: list[str], variables: dict[str, str]) -> None:
+def _run_script(folder: str, rank: int, command: list[str], cwd: Path, variables: dict[str, str]) -> None:
     import torch
 
     for descriptor in (1, 2):
         file = os.open(f"{folder}/{descriptor}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.chdir(cwd)
     torch.set_num_threads(1)
     sys.argv, sys.path[:0] = command, [str(Path(command[0]).parent)]
     try:

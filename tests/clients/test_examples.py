@@ -9,7 +9,6 @@ import ast
 import re
 import runpy
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import torch
 import yaml
 
 from tests.clients.support import ON_CPU, ROOT, environment, require, train_reference
-from tests.processes import output_of_python, run_python
+from tests.processes import output_of_python, run_python, run_script
 
 require("accelerate", "lightning", "peft", "transformers", "trl", "bitsandbytes")
 
@@ -72,11 +71,14 @@ def with_library(
     folder: Path, implementation: str, script: str, *arguments: str, **settings: str
 ) -> list[float]:
     """Return the losses of a script for GPUs, run with fsdp_c or with DDP instead."""
-    command = ("--no-python", sys.executable, "-c", LAUNCH, implementation, EXAMPLES / script, *arguments)
+    launch = folder / "launch.py"
+    launch.write_text(LAUNCH)
     settings["ACCELERATE_USE_CPU"] = str(ON_CPU)
-    output = torchrun(folder, *command, **settings)
-    assert output.count(f"wrapped by fsdp_c: {implementation == 'fsdp_c'}") == 2, output
-    return losses_in(output)
+    command = (implementation, str(EXAMPLES / script), *arguments)
+    done = run_script(launch, *command, cwd=folder, **settings)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stdout.count(f"wrapped by fsdp_c: {implementation == 'fsdp_c'}") == 2, done.stdout
+    return losses_in(done.stdout)
 
 
 def losses_in(output: str) -> list[float]:
