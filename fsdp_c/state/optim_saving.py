@@ -34,7 +34,7 @@ from fsdp_c.state.sharded_values import (
     param_layouts,
     saved_parts,
     saved_shards,
-    sharded_values,
+    value_of_rows,
 )
 from fsdp_c.state.whole_state import WholeState, full_values, has_tensors, sharded_value
 from fsdp_c.tools import collective_errors
@@ -334,11 +334,9 @@ def _tensors(
     for key, (module, layout, _), value in zip(keys, parts, saved_parts(parts, *form), strict=True):
         saved.append((module, key, layout, value))
     values: dict[tuple[str, str], Any] = {}
-    for module, same in itertools.groupby(saved, lambda one: one[0]):
-        _, own_keys, own_layouts, made = map(list, zip(*same, strict=True))
-        if options.shard_state and handle_of(module).layout.sharded and module._fsdp_extension is None:
-            made = sharded_values(module, made, own_layouts)
-        values.update(zip(own_keys, made, strict=True))
+    for module, key, layout, value in saved:
+        is_rows = options.shard_state and handle_of(module).layout.sharded and module._fsdp_extension is None
+        values[key] = value_of_rows(module, value, layout) if is_rows else value
     return values
 
 

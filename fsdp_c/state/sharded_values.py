@@ -386,28 +386,19 @@ def whole_of_value(value: object, fqn: str, module: ShardedModule, layout: Param
 # ----------------------------------------------------------------- values
 
 
-def sharded_values(
-    module: ShardedModule, rows: Sequence[Tensor], layouts: Sequence[ParamLayout]
-) -> list[Any]:
-    """Return sharded values for ``rows`` of this rank, all on one device.
+def value_of_rows(module: ShardedModule, rows: Tensor, layout: ParamLayout) -> Tensor:
+    """Return the sharded value for ``rows`` of this rank.
 
-    DTensors if the unit has a device mesh, else ShardedTensors, contiguous for parameters of any strides;
-    plain tensors for 0-d parameters.
+    A DTensor if the unit has a device mesh, else a ShardedTensor, contiguous for parameters of any strides; a
+    plain tensor for a 0-d parameter.
     """
     if (mesh := module._device_mesh) is not None:
-        values = []
-        for own, layout in zip(rows, layouts, strict=True):
-            meta = TensorMeta(layout.shape, strides_in(layout.shape, layout.order), own.dtype)
-            spec = DTensorSpec(mesh, _placements(mesh, bool(layout.shape)), meta)
-            values.append(DTensor(own, spec, requires_grad=False))
-        return values
-    if not rows:
-        return []
-    places = _Places.of(module, rows[0].device.type)
-    return [
-        places.sharded_tensor(own.contiguous(), layout.shape) if layout.shape else own
-        for own, layout in zip(rows, layouts, strict=True)
-    ]
+        meta = TensorMeta(layout.shape, strides_in(layout.shape, layout.order), rows.dtype)
+        spec = DTensorSpec(mesh, _placements(mesh, bool(layout.shape)), meta)
+        return DTensor(rows, spec, requires_grad=False)
+    if not layout.shape:
+        return rows
+    return _Places.of(module, rows.device.type).sharded_tensor(rows.contiguous(), layout.shape)
 
 
 @custom_sharded_op_impl(torch.Tensor.data_ptr)  # type: ignore[untyped-decorator]  # torch declares no types

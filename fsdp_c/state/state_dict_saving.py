@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +26,8 @@ from fsdp_c.state.sharded_values import (
     own_rows,
     param_layouts,
     saved_shards,
-    sharded_values,
     split_shard,
+    value_of_rows,
 )
 from fsdp_c.training.unshard_params import mounted
 
@@ -181,15 +180,13 @@ def put_sharded_values(
     """Store a separate sharded value under every name of the unit's parameters."""
     state_dict.pop(prefix + module._flat_param_name, None)
     layouts = param_layouts(module)
-    params = handle_of(module).managed_params
-    values: list[Any] = []
-    for index, param in enumerate(params):
+    for index, param in enumerate(handle_of(module).managed_params):
         # further names of shared parameters get copies
         own = rows[param.place] if index == param.place else rows[param.place].clone()
-        values.append(own.cpu() if _offloads(module) else own)
-    if not any(isinstance(value, DTensor) for value in values):  # DTensors already span both meshes
-        values = sharded_values(module, values, [layouts[param.place] for param in params])
-    state_dict.update((prefix + param.fqn, value) for param, value in zip(params, values, strict=True))
+        own = own.cpu() if _offloads(module) else own
+        if not isinstance(own, DTensor):  # a DTensor already spans both meshes
+            own = value_of_rows(module, own, layouts[param.place])
+        state_dict[prefix + param.fqn] = own
 
 
 def put_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
