@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch._utils import _get_device_module
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import (
-    Shard,
-    ShardedTensor,
-    ShardedTensorMetadata,
-    TensorProperties,
-)
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, TensorProperties
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
@@ -28,15 +23,8 @@ def _create_chunk_sharded_tensor(
     """Return a ShardedTensor with a copy of this rank's rows of ``tensor``. Not collective."""
     chunks = tensor.chunk(world_size, dim=0)
     device_type = (device or dist.distributed_c10d._get_pg_default_device(pg)).type
-    shards, start = [], 0
-    for index, chunk in enumerate(chunks):
-        offsets = [start, *[0] * (tensor.dim() - 1)]
-        placement = _placement(dist.get_global_rank(pg, index), device_type, num_devices_per_node)
-        shards.append(ShardMetadata(offsets, list(chunk.size()), placement))
-        start += chunk.size(0)
-    own = []
-    if rank < len(chunks):
-        own.append(Shard.from_tensor_and_offsets(chunks[rank].clone(), shards[rank].shard_offsets, rank))
+    ranks = (dist.get_global_rank(pg, index) for index in range(len(chunks)))
+    spec = ChunkShardingSpec(0, [_placement(each, device_type, num_devices_per_node) for each in ranks])
     properties = TensorProperties(
         dtype=tensor.dtype,
         layout=tensor.layout,
@@ -44,7 +32,11 @@ def _create_chunk_sharded_tensor(
         memory_format=torch.contiguous_format,
         pin_memory=tensor.is_pinned(),
     )
-    metadata = ShardedTensorMetadata(shards_metadata=shards, size=tensor.size(), tensor_properties=properties)
+    metadata = spec.build_metadata(tensor.size(), properties)
+    own = []
+    if rank < len(chunks):
+        offsets = metadata.shards_metadata[rank].shard_offsets
+        own.append(Shard.from_tensor_and_offsets(chunks[rank].clone(), offsets, rank))
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         own, sharded_tensor_metadata=metadata, process_group=pg
     )
