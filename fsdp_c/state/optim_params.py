@@ -132,9 +132,8 @@ class OptimParams:
         """Yield (entry, FQN, layout) of each original parameter that units manage."""
         for known in self.by_param.values():
             if known.module is not None:
-                layouts = param_layouts(known.module)
-                for fqn, index in zip(known.fqns, known.indices, strict=True):
-                    yield known, fqn, layouts[index]
+                for fqn, layout in known.layouts.items():
+                    yield known, fqn, layout
 
     @functools.cached_property
     def by_fqn(self) -> dict[str, tuple[nn.Parameter, OptimParam]]:
