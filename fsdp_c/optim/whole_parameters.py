@@ -111,13 +111,11 @@ class _Whole:
 
     def flat(self, value: Tensor) -> Tensor:
         """Return a 1-D view or copy of a tensor with the shape of ``param`` or ``held``, in memory order."""
-        is_part = self.is_divided and value.shape == self.param.shape and value.dim() == 1
-        return value if is_part else to_memory_order(value, self.order)
+        return value if value.dim() == 1 else to_memory_order(value, self.order)
 
-    def shaped(self, flat: Tensor, whole: bool) -> Tensor:
-        """Reshape a result of ``flat`` to the full parameter if ``whole``, else to this rank's part."""
-        is_part = self.is_divided and not whole
-        return flat if is_part else from_memory_order(flat, self.held.shape, self.order)
+    def shaped(self, flat: Tensor) -> Tensor:
+        """Reshape all elements, in memory order, to the full parameter."""
+        return from_memory_order(flat, self.held.shape, self.order)
 
     def release(self) -> None:
         self.held.data, self.held.grad = self._empty, None
@@ -629,7 +627,7 @@ def _moved_to_owners(parts: Sequence[tuple[_Whole, Tensor]]) -> Iterator[Tensor 
             yield part.to(ranks.device, copy=True)
         else:
             value = next(wholes)
-            yield whole.shaped(value, whole=True) if whole.is_own else None
+            yield whole.shaped(value) if whole.is_own else None
 
 
 def _redistributed(wholes: Sequence[_Whole], values: Iterable[Tensor], to_owners: bool) -> Iterator[Tensor]:
@@ -662,27 +660,27 @@ def _return_to_shards(wholes: Sequence[_Whole]) -> None:
 
 def _moved_to_shards(values: Sequence[tuple[_Whole, Tensor | None, torch.dtype]]) -> list[Tensor]:
     """Return this rank's part of each tensor, full on its owner, on the compute device. Collective."""
+    same_owners: dict[tuple[_Ranks, int], list[int]] = {}  # indices by candidate owners and owning replica
+    for index, (whole, *_) in enumerate(values):
+        same_owners.setdefault((whole.ranks, whole.owner[1]), []).append(index)
     parts: dict[int, Tensor] = {}
-    for ranks in dict.fromkeys(whole.ranks for whole, _, _ in values):
+    for (ranks, replica), indices in same_owners.items():
         own_shard, own_replica = ranks.own_place
-        for replica in range(ranks.replicas.size() if ranks.replicas else 1):
-            indices = [
-                i for i, (whole, *_) in enumerate(values) if (whole.ranks, whole.owner[1]) == (ranks, replica)
-            ]
-            made = []
-            for whole, value, dtype in (values[index] for index in indices):
-                if value is None or replica != own_replica:
-                    # the owner's replica receives by _redistributed
-                    numel = 0 if replica == own_replica else whole.held_numel(own_shard)
-                    made.append(torch.empty(numel, dtype=dtype, device=ranks.device))
-                else:
-                    made.append(whole.flat(value).to(ranks.device))
-            if replica == own_replica and ranks.shards is not None:
-                made = list(_redistributed([values[index][0] for index in indices], made, to_owners=False))
-            if made and ranks.replicas is not None and ranks.replicas.size() > 1:
-                dist._broadcast_coalesced(ranks.replicas, made, BUCKET_NBYTES, replica)
-            for index, flat in zip(indices, made, strict=True):
-                parts[index] = values[index][0].shaped(flat, whole=False)
+        made = []
+        for whole, value, dtype in (values[index] for index in indices):
+            if value is None or replica != own_replica:
+                # the owner's replica receives by _redistributed
+                numel = 0 if replica == own_replica else whole.held_numel(own_shard)
+                made.append(torch.empty(numel, dtype=dtype, device=ranks.device))
+            else:
+                made.append(whole.flat(value).to(ranks.device))
+        if replica == own_replica and ranks.shards is not None:
+            made = list(_redistributed([values[index][0] for index in indices], made, to_owners=False))
+        if ranks.replicas is not None and ranks.replicas.size() > 1:
+            dist._broadcast_coalesced(ranks.replicas, made, BUCKET_NBYTES, replica)
+        for index, flat in zip(indices, made, strict=True):
+            whole = values[index][0]
+            parts[index] = flat if whole.is_divided else whole.shaped(flat)
     return [parts[index] for index in range(len(values))]
 
 
