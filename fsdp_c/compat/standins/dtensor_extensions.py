@@ -23,8 +23,6 @@ class DTensorExtensions(FSDPExtensions):
     __module__ = "torch.distributed.tensor.parallel.fsdp"
 
     def __init__(self, device_handle: Any) -> None:
-        self.compute_stream = None
-        self.device_handle = device_handle
         self.post_unflatten_transform = torch._dynamo.disable(self.post_unflatten_transform)  # type: ignore[method-assign]  # as in torch
 
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:

@@ -62,9 +62,6 @@ class Finder:
 
 
 class _Loader(Loader):
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Use the default module creation."""
-
     def exec_module(self, module: ModuleType) -> None:
         """Replace the new module with fsdp_c's, or fill the package with the public names."""
         if module.__name__ == FSDP:

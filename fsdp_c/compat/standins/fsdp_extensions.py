@@ -52,12 +52,8 @@ class FSDPExtensions(ABC):
         """Return the local tensor of a DTensor after an all-gather over the sharding ranks. Collective."""
 
 
-_extensions: FSDPExtensions | None = None
-
-
 def _set_fsdp_extensions(flattener: FSDPExtensions) -> None:
-    global _extensions
-    _extensions = flattener
+    """Do nothing: as in torch, extensions are passed as arguments."""
 
 
 def _ext_pre_flatten_transform(
