@@ -385,7 +385,7 @@ class WholeParameters(Optimizer):
             self._stepped,
             {w.name: _description(self.state[w.param]) for w in self._stepped if w.param in self.state},
         )
-        moving: list[tuple[_Whole, str, Tensor]] = []
+        moving: dict[_Ranks, list[tuple[_Whole, str, Tensor]]] = {}
         missing: list[str] = []
         group_of = {held: group for group in self._inner_groups() for held in group["params"]}
         for inner in self._inner:
@@ -399,7 +399,7 @@ class WholeParameters(Optimizer):
             for key, kind in described.get(whole.name, {}).items():
                 if isinstance(kind, torch.dtype):
                     nothing = torch.empty(0, dtype=kind, device=whole.param.device)
-                    moving.append((whole, key, own.get(key, nothing)))
+                    moving.setdefault(whole.ranks, []).append((whole, key, own.get(key, nothing)))
                 if whole.is_own:  # saved order of keys
                     value = kind.value if isinstance(kind, _PlainValue) else None
                     group = group_of[whole.held]
@@ -419,8 +419,7 @@ class WholeParameters(Optimizer):
         )
         remedy = "Load a result of FSDP.optim_state_dict() with FSDP.optim_state_dict_to_load()"
         _raise_everywhere(self._stepped, lacking if missing else None, remedy)
-        for ranks in dict.fromkeys(whole.ranks for whole, _, _ in moving):
-            members = [each for each in moving if each[0].ranks == ranks]
+        for members in moving.values():
             values = _moved_to_owners([(whole, part) for whole, _, part in members])
             for (whole, key, _), value in zip(members, values, strict=True):
                 if value is not None:
