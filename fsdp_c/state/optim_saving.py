@@ -68,11 +68,8 @@ def save_optim_state(
 ) -> StateDict:
     """Return the state dict keyed by FQNs. Collective. ``osd`` is not modified and shares no tensor with the result."""
     options = options._replace(group=options.group or group_of_model(params.model))
-    key_of = {param: key for key, param in keys.items()}
     local = {  # order of the optimizer
-        params.by_param[param]: osd["state"][key]
-        for param, key in key_of.items()
-        if param in params.by_param and key in osd["state"]
+        params.by_param[param]: osd["state"][key] for key, param in keys.items() if key in osd["state"]
     }
     held = _agree(params, local, options)
     values: dict[tuple[str, str], Any] = {**_tensors(local, held, options)}
@@ -80,7 +77,7 @@ def save_optim_state(
     if not options.returns_state:
         return {}
     state = _assembled(params, local, held, values, options)
-    _copy_unknown(osd["state"], keys, params, state)
+    _copy_unknown(osd["state"], keys, state)
     result: StateDict = {"state": state}
     if "param_groups" in osd:
         result["param_groups"] = [
@@ -427,7 +424,7 @@ def _copied(value: Any, options: SaveOptions) -> Any:
 
 
 def _copy_unknown(
-    states: dict[Key, ParamState], keys: dict[Key, nn.Parameter], params: OptimParams, result: StateDict
+    states: dict[Key, ParamState], keys: dict[Key, nn.Parameter], result: dict[str, ParamState]
 ) -> None:
     for key, value in states.items():
         if key in keys or key in result:
