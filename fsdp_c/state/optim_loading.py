@@ -227,10 +227,8 @@ def _rekeyed(
     options: LoadOptions,
 ) -> dict[Key, object]:
     result: dict[Key, object] = {}
-    unknown = set(states)
     for param, known in params.by_param.items():
         names = [fqn for fqn in known.fqns if fqn in states]
-        unknown.difference_update(names)
         if not names:
             continue
         state: ParamState = {}
@@ -259,7 +257,7 @@ def _rekeyed(
                     f"dict has state of {known.fqns}"
                 )
             result[key_of[param]] = state
-    result |= {name: _copied(states[name], options) for name in states if name in unknown}
+    result |= {name: _copied(value, options) for name, value in states.items() if name not in params.by_fqn}
     return result
 
 
