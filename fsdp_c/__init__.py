@@ -16,26 +16,10 @@ if importlib.util.find_spec("fsdp_c._C") is None:
         "found"
     )
 
-from fsdp_c import _C  # noqa: F401  # raises an ImportError that names missing symbols
+from fsdp_c import _C, api  # noqa: F401  # _C raises an ImportError that names missing symbols
 from fsdp_c import operator_kernels as operator_kernels
 from fsdp_c import wrap as wrap
-from fsdp_c.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from fsdp_c.api import *  # noqa: F403  # re-exported, as in torch
 from fsdp_c.compat import _flat_param, _init_utils, _runtime_utils, _traversal_utils, upstream
 from fsdp_c.compat.installation import install as install
 from fsdp_c.compat.installation import is_installed as is_installed
@@ -48,24 +32,8 @@ from fsdp_c.state.full_params import iter_full_params as iter_full_params
 from fsdp_c.tools.summary import summary as summary
 from fsdp_c.training.forward_methods import register_forward_method as register_forward_method
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-]
+__all__ = ["FullyShardedDataParallel"]
+__all__ += api.__all__
 
 _BESIDE_TORCHS = (  # further public names; submodules appear after their first use
     "FlatParameter ShardedGradScaler register_forward_method iter_full_params install is_installed uninstall "

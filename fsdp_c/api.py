@@ -1,13 +1,10 @@
 """Enums and configuration dataclasses: torch's own objects, interchangeable between both packages."""
 
 from fsdp_c.compat.upstream import (
-    HYBRID_SHARDING_STRATEGIES,
-    NO_RESHARD_AFTER_FORWARD_STRATEGIES,
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    HandleTrainingState,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
@@ -19,17 +16,13 @@ from fsdp_c.compat.upstream import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
-    TrainingState,
 )
 
 __all__ = [
-    "HYBRID_SHARDING_STRATEGIES",
-    "NO_RESHARD_AFTER_FORWARD_STRATEGIES",
     "BackwardPrefetch",
     "CPUOffload",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
-    "HandleTrainingState",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
@@ -41,5 +34,4 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
-    "TrainingState",
 ]

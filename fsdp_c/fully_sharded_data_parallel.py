@@ -17,19 +17,13 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_c import _C, api
 from fsdp_c.api import *  # noqa: F403  # re-exported, as in torch
-from fsdp_c.api import (
-    HYBRID_SHARDING_STRATEGIES,
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-    TrainingState,
-)
+from fsdp_c.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import with_note
 from fsdp_c.compat.execution_order import ExecutionOrder
 from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
-from fsdp_c.compat.upstream import HandleShardingStrategy
+from fsdp_c.compat.upstream import HYBRID_SHARDING_STRATEGIES, HandleShardingStrategy, TrainingState
+from fsdp_c.compat.upstream import HandleTrainingState as HandleTrainingState  # torch's module has it too
 from fsdp_c.sharding import agreement, buffers, compiling, construction, flattening, materialization
 from fsdp_c.sharding.configuration import configure
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle

@@ -33,6 +33,7 @@ from torch import nn
 import fsdp_c.checkpoint
 from fsdp_c import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictType, api, wrap
 from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c.compat import upstream
 from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.models import WIDTH, Block, Net
 
@@ -132,8 +133,8 @@ def objects() -> list[Any]:
         *api.BackwardPrefetch,
         *api.StateDictType,
         *api.OptimStateKeyType,
-        *api.TrainingState,
-        *api.HandleTrainingState,
+        *upstream.TrainingState,
+        *upstream.HandleTrainingState,
         api.MixedPrecision(torch.bfloat16, torch.float32, cast_forward_inputs=True),
         api.CPUOffload(offload_params=True),
         api.FullStateDictConfig(offload_to_cpu=True, rank0_only=True),

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 import fsdp_c
 from fsdp_c import _C, _runtime_utils
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.api import HandleTrainingState
+from fsdp_c.compat.upstream import HandleTrainingState
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from tests.collectives import ALL_GATHER, REDUCE_SCATTER
 from tests.models import WIDTH

@@ -22,9 +22,8 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy,
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_c import fully_sharded_data_parallel
-from fsdp_c.api import HandleTrainingState
 from fsdp_c.compat.errors import with_note
-from fsdp_c.compat.upstream import HandleShardingStrategy, torch_version
+from fsdp_c.compat.upstream import HandleShardingStrategy, HandleTrainingState, torch_version
 from fsdp_c.sharding import construction
 from fsdp_c.sharding.traversal import Subtree
 from fsdp_c.wrap import ModuleWrapPolicy
