@@ -145,6 +145,8 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
     """
 
     flat_param: FlatParameter
+    # each original parameter at its place, then further names of shared ones
+    managed_params: list[ManagedParam]
 
     def __init__(
         self,
@@ -255,16 +257,21 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
         self._wrap_views = tensor_parallel.views_wrapper(
             extensions, config.extension
         ) or param_views.views_wrapper(self._subclass_states)
-        bypass = is_set("FSDP_USE_UNSAFE_SETATTR")
         occurrences: list[tuple[int, ParamInfo | SharedParamInfo]] = [*enumerate(infos), *shared]
-        views = [
-            (
-                index,
+        self.managed_params = [
+            ManagedParam(
                 info.module,
                 info.param_name,
-                _C.SET_BYPASSING if bypass else param_views.way_to_set(info.module),
+                clean_name(joined(info.module_name, info.param_name)),
+                tensor_parallel.full_shape(extensions[place], flat_param._shapes[place]),
+                place,
             )
-            for index, info in occurrences
+            for place, info in occurrences
+        ]
+        bypass = is_set("FSDP_USE_UNSAFE_SETATTR")
+        views = [
+            (place, module, name, _C.SET_BYPASSING if bypass else param_views.way_to_set(module))
+            for module, name, _, _, place in self.managed_params
         ]
         strides = zip(flat_param._strides, flat_param._contiguities, strict=True)
         _C.Handle.__init__(
@@ -298,29 +305,6 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
     def is_parallel(self) -> bool:
         """True if an extension flattened any of the parameters."""
         return any(extension is not None for extension in self.flat_param._param_extensions)
-
-    @functools.cached_property
-    def managed_params(self) -> list[ManagedParam]:
-        """The original parameters, each at its place, then the further names of shared ones."""
-        flat_param = self.flat_param
-        rows = zip(flat_param._param_infos, flat_param._shapes, flat_param._param_extensions, strict=True)
-        params = [
-            ManagedParam(
-                info.module,
-                info.param_name,
-                _clean_fqn(info),
-                tensor_parallel.full_shape(extension, shape),
-                place,
-            )
-            for place, (info, shape, extension) in enumerate(rows)
-        ]
-        primary = {(param.module, param.name): param for param in params}
-        for info in flat_param._shared_param_infos:
-            first = primary[info.prim_module, info.prim_param_name]
-            params.append(
-                ManagedParam(info.module, info.param_name, _clean_fqn(info), first.shape, first.place)
-            )
-        return params
 
     def as_param(self, place: int, tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
         """Return ``tensor`` as a parameter with the class and attributes of the original one at ``place``."""
@@ -394,10 +378,6 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
 
     def __repr__(self) -> str:
         return f"FlatParamHandle(flat_param.fqns={self.flat_param._fqns})"
-
-
-def _clean_fqn(info: ParamInfo | SharedParamInfo) -> str:
-    return clean_name(joined(info.module_name, info.param_name))
 
 
 _WARNINGS = {
