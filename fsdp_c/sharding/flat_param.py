@@ -292,14 +292,12 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
             for info in infos:
                 info.module._parameters[info.param_name] = info.module._parameters.pop(info.param_name)
         param_views.watch_registrations((view[1:3] for view in views), self)
-        self._use_fake_all_gather = _switched_on("FSDP_USE_FAKE_ALL_GATHER")
-        self._use_fake_reduce = _switched_on("FSDP_USE_FAKE_REDUCE")
-        if self._use_fake_all_gather:
+        for variable in filter(is_set, _WARNINGS):
+            _warn_once(variable)
+        if is_set("FSDP_USE_FAKE_ALL_GATHER"):
             self.fake_all_gather(_fake_group(self.process_group))
-        if self._use_fake_reduce:
+        if is_set("FSDP_USE_FAKE_REDUCE"):
             self.fake_reduce_scatter(_fake_group(self.process_group))
-        if config.skip_writeback_check:
-            _warn_once("FSDP_SKIP_WRITEBACK_CHECK")
 
     @property
     def is_parallel(self) -> bool:
@@ -387,14 +385,6 @@ _WARNINGS = {
     "FSDP_USE_FAKE_REDUCE": "FSDP will not execute reduce-scatter: results are wrong. Use this only "
     "to measure its cost.",
 }
-
-
-def _switched_on(name: str) -> bool:
-    """Return ``is_set(name)`` and log a warning once per process."""
-    if not is_set(name):
-        return False
-    _warn_once(name)
-    return True
 
 
 @functools.cache
