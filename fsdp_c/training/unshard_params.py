@@ -18,7 +18,6 @@ from fsdp_c.sharding.sharded_module import (
     handle_of,
     holders_around,
     is_sharded_module,
-    is_summoned,
     parts_of,
     place_of,
     units_of,
@@ -161,9 +160,6 @@ def _summon_unit(
             yield
         finally:
             fsdp_module._unit.set_summoning(False)
-        return
-    if is_summoned(fsdp_module):
-        yield
         return
     with contextlib.ExitStack() as stack:
         with collective_errors.gathering(handle):
