@@ -199,14 +199,13 @@ class ShardedModule(nn.Module, _FSDPState):
         decided = self._decided_is_root
         return self._enclosing_unit is None if decided is None else decided
 
-    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        """Raise ValueError unless the training state is ``state``, or one of them."""
+    def _assert_state(self, state: TrainingState) -> None:
+        """Raise ValueError unless the training state is ``state``."""
         if self._unit.runtime is not None:
             self._unit.runtime.recover()
-        expected = [state] if isinstance(state, TrainingState) else state
-        if self.training_state not in expected:
+        if self.training_state != state:
             raise ValueError(
-                f"expected to be in states {expected} but current state is {self.training_state} "
+                f"expected to be in states {[state]} but current state is {self.training_state} "
                 f"({unit_name(self.module)}, rank {self.rank})"
             )
 
