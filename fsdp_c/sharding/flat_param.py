@@ -406,8 +406,7 @@ def _describe(flat_param: FlatParameter, layout: _C.FlatLayout, dense: list[torc
     flat_param._num_params = len(dense)
     flat_param._shapes = [param.shape for param in dense]
     flat_param._strides = [param.stride() for param in dense]
-    contiguities = zip(dense, flat_param._strides, strict=True)
-    flat_param._contiguities = [is_truly_contiguous(*each) for each in contiguities]
+    flat_param._contiguities = list(map(is_truly_contiguous, dense))
     flat_param._numels = layout.param_numels
     flat_param._numels_with_padding = layout.numels_with_padding
     flat_param._is_padding_mask = list(layout.is_padding_mask)

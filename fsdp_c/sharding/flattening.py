@@ -87,9 +87,9 @@ def check_uniform(
             )
 
 
-def is_truly_contiguous(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
+def is_truly_contiguous(tensor: torch.Tensor) -> bool:
     """Return True if ``tensor`` is contiguous and its last stride is 1, even for a last size of 1."""
-    return (not stride or stride[-1] == 1) and tensor.is_contiguous()
+    return (not tensor.dim() or tensor.stride(-1) == 1) and tensor.is_contiguous()
 
 
 def without_gaps(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,9 +114,7 @@ def are_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 def flat_view(dense: torch.Tensor) -> torch.Tensor:
     """Return a 1-D view of a dense tensor, in memory order."""
     data = dense.detach()
-    return (
-        data.view(-1) if is_truly_contiguous(data, data.stride()) else data.as_strided((data.numel(),), (1,))
-    )
+    return data.view(-1) if is_truly_contiguous(data) else data.as_strided((data.numel(),), (1,))
 
 
 def own_shard(params: Sequence[torch.Tensor], layout: _C.FlatLayout) -> torch.Tensor:
