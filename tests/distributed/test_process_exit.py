@@ -119,11 +119,15 @@ def test_destroyed_groups_end_their_threads_before_the_interpreter_ends(
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
-def test_groups_that_are_not_destroyed_serve_to_the_end(tmp_path: Path) -> None:
-    ends = run(tmp_path, "keep")
+@pytest.mark.parametrize(("what", "said"), [("keep", "forward works"), ("fork", "child: 0")])
+def test_groups_not_destroyed_and_forked_children_hold_nothing_up(
+    tmp_path: Path, what: str, said: str
+) -> None:
+    """Groups serve to the end. A child does not wait for threads that it has not."""
+    ends = run(tmp_path, what)
     assert_ended_well(ends)
     for end in ends:
-        assert "forward works" in end.stdout
+        assert said in end.stdout
 
 
 @pytest.mark.timeout(3 * LIMIT_S)
@@ -138,11 +142,3 @@ def test_a_rank_whose_collective_failed_ends_with_its_own_error(tmp_path: Path) 
     assert first.returncode == 1, first
     assert "RuntimeError" in first.stderr
     assert "group is gone: False" in first.stdout  # not destroyed, because the destructor could wait
-
-
-@pytest.mark.timeout(LIMIT_S + 30)
-def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(tmp_path: Path) -> None:
-    ends = run(tmp_path, "fork")
-    assert_ended_well(ends)
-    for end in ends:
-        assert "child: 0" in end.stdout
