@@ -294,9 +294,11 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
         param_views.watch_registrations((view[1:3] for view in views), self)
         for variable in filter(is_set, _WARNINGS):
             _warn_once(variable)
-        if is_set("FSDP_USE_FAKE_ALL_GATHER"):
+        self._use_fake_all_gather = is_set("FSDP_USE_FAKE_ALL_GATHER")
+        self._use_fake_reduce = is_set("FSDP_USE_FAKE_REDUCE")
+        if self._use_fake_all_gather:
             self.fake_all_gather(_fake_group(self.process_group))
-        if is_set("FSDP_USE_FAKE_REDUCE"):
+        if self._use_fake_reduce:
             self.fake_reduce_scatter(_fake_group(self.process_group))
 
     @property

@@ -54,6 +54,8 @@ def fakes(run: Callable[[], None]) -> dict[str, list[bool]]:
 def test_only_the_value_one_at_construction_fakes_a_collective(gather: str, reduce: str) -> None:
     model = linear(gather=gather, reduce=reduce)
     assert fakes(lambda: backward(model)) == {"gather": [gather == "1"], "scatter": [reduce == "1"]}
+    assert model._handle._use_fake_all_gather is (gather == "1")
+    assert model._handle._use_fake_reduce is (reduce == "1")
 
 
 @on_ranks(2)
