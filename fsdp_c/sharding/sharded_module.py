@@ -199,13 +199,14 @@ class ShardedModule(nn.Module, _FSDPState):
         decided = self._decided_is_root
         return self._enclosing_unit is None if decided is None else decided
 
-    def _assert_state(self, state: TrainingState) -> None:
-        """Raise ValueError unless the training state is ``state``."""
+    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """Raise ValueError unless the training state is ``state``, or one of them."""
         if self._unit.runtime is not None:
             self._unit.runtime.recover()
-        if self.training_state != state:
+        expected = [state] if isinstance(state, TrainingState) else state
+        if self.training_state not in expected:
             raise ValueError(
-                f"expected to be in states {[state]} but current state is {self.training_state} "
+                f"expected to be in states {expected} but current state is {self.training_state} "
                 f"({unit_name(self.module)}, rank {self.rank})"
             )
 
