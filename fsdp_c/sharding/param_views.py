@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_c import _C
@@ -155,20 +156,11 @@ class FreedView(Tensor):
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        for view in _freed_views((args, kwargs)):
-            _C.refuse_freed_view(view)
+        for one in pytree.tree_leaves((args, kwargs)):
+            if isinstance(one, FreedView):
+                _C.refuse_freed_view(one)
         raise RuntimeError(
             "this tensor was a view of a unit's parameters, which were freed with it or have moved. To "
             "use it later, clone it inside the unit's forward or "
             "FullyShardedDataParallel.summon_full_params(module)."
         )
-
-
-def _freed_views(arguments: object) -> Iterator[FreedView]:
-    if isinstance(arguments, FreedView):
-        yield arguments
-    elif isinstance(arguments, dict):
-        yield from _freed_views(tuple(arguments.values()))
-    elif isinstance(arguments, (list, tuple)):
-        for argument in arguments:
-            yield from _freed_views(argument)
