@@ -179,7 +179,7 @@ class FullyShardedDataParallel(ShardedModule):
         )
         name, rank = unit_name(module), groups.shard.rank()
         senders = [group for group in reversed(groups) if group is not None] if sync_module_states else []
-        if senders and current_auto_wrapping() is None:
+        if senders and current_auto_wrapping.get() is None:
             with phases.enter(_C.PROGRESS_WRAP):
                 agreement.agree_to_sync(name, senders[::-1], device)
 

@@ -172,7 +172,7 @@ def resolve_ignored_states(
             "modules too"
         )
     inner_units = [unit for unit in tree.units if is_sharded_module(unit)]
-    wrapping = current_auto_wrapping()
+    wrapping = current_auto_wrapping.get()
     shared = None if wrapping is None else wrapping.ignored_params
     if ignored_states is not shared or any(unit._ignored_params is not shared for unit in inner_units):
         shared = None

@@ -98,24 +98,20 @@ class AutoWrapping(NamedTuple):
     ignored_params: set[nn.Parameter]  # shared by all units of the tree
 
 
-_auto_wrapping: contextvars.ContextVar[AutoWrapping | None] = contextvars.ContextVar(
-    "_auto_wrapping", default=None
+# the auto wrapping that is building the current unit; None for a manually wrapped unit
+current_auto_wrapping: contextvars.ContextVar[AutoWrapping | None] = contextvars.ContextVar(
+    "current_auto_wrapping", default=None
 )
-
-
-def current_auto_wrapping() -> AutoWrapping | None:
-    """Return the auto wrapping that is building the current unit; None for a manually wrapped unit."""
-    return _auto_wrapping.get()
 
 
 @contextlib.contextmanager
 def auto_wrapping(homes: Homes, ignored_params: set[nn.Parameter]) -> Iterator[None]:
     """Mark units built in the body as part of one auto wrapping."""
-    token = _auto_wrapping.set(AutoWrapping(homes, ignored_params))
+    token = current_auto_wrapping.set(AutoWrapping(homes, ignored_params))
     try:
         yield
     finally:
-        _auto_wrapping.reset(token)
+        current_auto_wrapping.reset(token)
 
 
 class Subtree:
@@ -131,7 +127,7 @@ class Subtree:
 
     def __init__(self, root: nn.Module, inner: Container[nn.Module] = (), homes: Homes | None = None) -> None:
         self.root = root
-        wrapping = _auto_wrapping.get()
+        wrapping = current_auto_wrapping.get()
         self.homes = homes if homes is not None else wrapping.homes if wrapping is not None else {}
         self._inner = inner
         self._is_home = any(home is root for home in self.homes.values())
