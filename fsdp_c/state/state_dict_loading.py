@@ -37,8 +37,8 @@ from fsdp_c.sharding.sharded_module import (
 from fsdp_c.sharding.tensor_parallel import like
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit
 from fsdp_c.state.loaded_parts import LoadedValue, is_sharded, loaded_parts
-from fsdp_c.state.sharded_values import dtype_of, param_layouts, shape_of, whole_of_value
-from fsdp_c.state.state_dict_saving import is_full, is_shown, local_shard, shard_pieces, type_of
+from fsdp_c.state.sharded_values import dtype_of, param_layouts, shape_of, split_shard, whole_of_value
+from fsdp_c.state.state_dict_saving import is_full, is_shown, local_shard, type_of
 from fsdp_c.tools import collective_errors
 from fsdp_c.training.unshard_params import check_idle
 
@@ -119,7 +119,7 @@ def _load(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -
     for at, module in modules:
         check_idle(module)
         handle_of(module).writeback()
-        pieces = list(shard_pieces(module))
+        pieces = list(split_shard(module, local_shard(module)))
         found, needs_rows = _found(module, at, state_dict), not is_full(module)
         for place in sorted(found):
             (layout, target), (key, value) = pieces[place], found[place]

@@ -21,7 +21,6 @@ from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned
 from fsdp_c.sharding.tensor_parallel import divide_over_mesh
 from fsdp_c.state.sharded_values import (
-    ParamLayout,
     flat_value,
     own_rows,
     param_layouts,
@@ -30,11 +29,6 @@ from fsdp_c.state.sharded_values import (
     value_of_rows,
 )
 from fsdp_c.training.unshard_params import mounted
-
-
-def shard_pieces(module: ShardedModule) -> Iterator[tuple[ParamLayout, Tensor]]:
-    """Return views of this rank's part of each parameter in the unit's shard."""
-    return split_shard(module, local_shard(module))
 
 
 def local_shard(module: ShardedModule) -> Tensor:
@@ -196,10 +190,11 @@ def put_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) -
     """
     handle = handle_of(module)
     handle.writeback()
+    shard = local_shard(module)
     if module._use_orig_params:
-        parts = [part for _, part in shard_pieces(module)]
+        parts = [part for _, part in split_shard(module, shard)]
         named = ((prefix + param.fqn, parts[param.place]) for param in handle.managed_params)
         state_dict.update((fqn, part) for fqn, part in named if fqn in state_dict)
-    local = local_shard(module)[: handle.layout.shard_numel_valid]
+    local = shard[: handle.layout.shard_numel_valid]
     local = local.cpu() if _offloads(module) else local
     state_dict[prefix + module._flat_param_name] = flat_value(module, local)
