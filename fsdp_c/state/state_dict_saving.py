@@ -8,8 +8,8 @@ the shards directly into new memory; no unit is unsharded. Memory beyond the res
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -111,8 +111,7 @@ def _copies_of_shown(module: ShardedModule) -> list[Tensor]:
     return copies
 
 
-@contextlib.contextmanager
-def full_values_shown(module: ShardedModule, values: Sequence[Tensor]) -> Iterator[None]:
+def full_values_shown(module: ShardedModule, values: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Register ``values`` on the modules, where nn.Module and user code collect them."""
     shown = []
     handle = handle_of(module)
@@ -123,8 +122,7 @@ def full_values_shown(module: ShardedModule, values: Sequence[Tensor]) -> Iterat
         registered = param.module._parameters.get(param.name)
         requires_grad = of_flat_param if registered is None else registered.requires_grad
         shown.append((param, handle.as_param(param.place, value, requires_grad)))
-    with mounted(shown):
-        yield
+    return mounted(shown)
 
 
 def put_full_values(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
@@ -158,14 +156,12 @@ def _rows_of_shown(module: ShardedModule) -> list[Tensor]:
     return [divide_over_mesh(full, extension, module.rank, mesh) for full in copies]
 
 
-@contextlib.contextmanager
-def names_shown(module: ShardedModule) -> Iterator[None]:
+def names_shown(module: ShardedModule) -> AbstractContextManager[None]:
     """Register placeholders for parameters of a unit without original ones, so that their names are in order."""
     nothing = torch.empty(0, device="cpu")
     params = [] if module._use_orig_params else handle_of(module).managed_params
     placeholders = [handle_of(module).as_param(param.place, nothing, requires_grad=False) for param in params]
-    with mounted(list(zip(params, placeholders, strict=True))):
-        yield
+    return mounted(list(zip(params, placeholders, strict=True)))
 
 
 def put_sharded_values(
