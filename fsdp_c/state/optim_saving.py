@@ -12,7 +12,7 @@ import copy
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -300,23 +300,22 @@ def _tensors(
     nothing = {
         dtype: torch.empty(0, dtype=dtype, device="cpu") for one in held.values() for _, dtype in one.tensors
     }
-    for module, same_unit in _by_unit(held):
-        dtypes = [dict(held[known].tensors) for known in same_unit]
-        layouts, is_sharded = param_layouts(module), handle_of(module).layout.sharded
-        is_original = module._use_orig_params
-        for name in sorted({name for one in dtypes for name in one}):
-            # states of one name are one evenly sharded flat tensor
-            for known, one in zip(same_unit, dtypes, strict=True):
-                if name not in one:
-                    continue
-                value = local.get(known, {}).get(name, nothing[one[name]]).detach()
-                if is_original:
-                    keys.append((known.fqns[0], name))
-                    value = value.reshape(-1) if is_sharded else value
-                    parts.append((module, layouts[known.indices[0]], value))
-                else:
-                    flat.append((module, value))
-                    flat_keys.append([(fqn, name) for fqn in known.fqns])
+    units = {unit: place for place, unit in enumerate(dict.fromkeys(known.owner for known in held))}
+    # states of one name in a unit are together one evenly sharded flat tensor
+    order = sorted(
+        (units[known.owner], name, known.indices, dtype, known)
+        for known, one in held.items()
+        for name, dtype in one.tensors
+    )
+    for _, name, _, dtype, known in order:
+        value = local.get(known, {}).get(name, nothing[dtype]).detach()
+        if known.is_original:
+            keys.append((known.fqns[0], name))
+            value = value if known.is_whole else value.reshape(-1)
+            parts.append((known.owner, known.layout, value))
+        else:
+            flat.append((known.owner, value))
+            flat_keys.append([(fqn, name) for fqn in known.fqns])
     form = (
         options.shard_state,
         options.rank0_only,
@@ -359,13 +358,6 @@ def _whole_states(
     device = params.units[0].compute_device
     made = full_values(list(found.values()), options.group, device, options.rank0_only, options.cpu_offload)
     return dict(zip(found, made, strict=True))
-
-
-def _by_unit(held: Iterable[OptimParam]) -> list[tuple[ShardedModule, list[OptimParam]]]:
-    members: dict[ShardedModule, list[OptimParam]] = {}
-    for known in held:
-        members.setdefault(known.owner, []).append(known)
-    return [(module, sorted(each, key=lambda known: known.indices)) for module, each in members.items()]
 
 
 # ----------------------------------------------------------------- the result
