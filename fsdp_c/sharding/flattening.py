@@ -129,14 +129,10 @@ def own_shard(params: Sequence[torch.Tensor], layout: _C.FlatLayout) -> torch.Te
     for param, (_, offset, numel, offset_in_param) in zip(params, layout.shard_ranges(), strict=True):
         if numel == 0:
             continue
-        _fill(shard, end, offset, PADDING_VALUE)
+        if end < offset:
+            shard[end:offset].fill_(PADDING_VALUE)
         shard.narrow(0, offset, numel).copy_(flat_view(param).narrow(0, offset_in_param, numel))
         end = offset + numel
-    _fill(shard, end, layout.shard_numel_valid, PADDING_VALUE)
-    _fill(shard, layout.shard_numel_valid, layout.shard_numel, 0.0)
+    shard[end : layout.shard_numel_valid].fill_(PADDING_VALUE)
+    shard[layout.shard_numel_valid :].fill_(0.0)
     return shard
-
-
-def _fill(shard: torch.Tensor, start: int, end: int, value: float) -> None:
-    if start < end:
-        shard.narrow(0, start, end - start).fill_(value)
