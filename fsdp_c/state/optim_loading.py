@@ -51,7 +51,8 @@ def load_optim_state(
     if options.rank0_only or options.owned is not None:
         options = options._replace(group=options.group or group_of_model(params.model))
     if options.rank0_only:
-        received = [_without_tensors(osd) if dist.get_rank(options.group) == 0 else {}]
+        is_rank0 = dist.get_rank(options.group) == 0
+        received: list[Any] = [pytree.tree_map_only(Tensor, _on_rank0, osd) if is_rank0 else {}]
         dist.broadcast_object_list(received, group=options.group, group_src=0)
         osd = received[0]
     if not isinstance(osd, Mapping):
@@ -77,13 +78,8 @@ def load_optim_state(
     return result
 
 
-def _without_tensors(value: object) -> Any:
-    """Return ``value`` with each tensor replaced by an ``OnRank0``, except 0-d ones."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu() if value.dim() == 0 else OnRank0(value.shape, value.dtype, value)
-    if isinstance(value, dict):
-        return {key: _without_tensors(one) for key, one in value.items()}
-    return pytree.tree_map_only(Tensor, _without_tensors, value) if has_tensors(value) else value
+def _on_rank0(value: Tensor) -> Tensor | OnRank0:
+    return OnRank0(value.shape, value.dtype, value) if value.dim() else value.detach().cpu()
 
 
 # ----------------------------------------------------------------- parameters without dimensions
