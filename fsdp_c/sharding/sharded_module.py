@@ -138,14 +138,11 @@ class ShardedModule(nn.Module, _FSDPState):
     @property
     def training_state(self) -> TrainingState:
         """IDLE, FORWARD_BACKWARD or SUMMON_FULL_PARAMS."""
-        state = self._unit.training_state
-        if state == _C.USE_IDLE:
+        if self._unit.training_state == _C.USE_IDLE:
             return TrainingState.IDLE
-        return (
-            TrainingState.SUMMON_FULL_PARAMS
-            if state == _C.USE_SUMMON_FULL_PARAMS
-            else TrainingState.FORWARD_BACKWARD
-        )
+        if self._unit.training_state == _C.USE_SUMMON_FULL_PARAMS:
+            return TrainingState.SUMMON_FULL_PARAMS
+        return TrainingState.FORWARD_BACKWARD
 
     @training_state.setter
     def training_state(self, state: TrainingState) -> None:
