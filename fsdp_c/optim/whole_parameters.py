@@ -184,13 +184,11 @@ class WholeParameters(Optimizer):
             held: inner for inner in self._inner for group in inner.param_groups for held in group["params"]
         }
         by_held = {whole.held: whole for whole in self._wholes}
-        self._stepped = [by_held[held] for group in self._inner_groups() for held in group["params"]]
+        groups = self._inner_groups()
+        self._stepped = [by_held[held] for group in groups for held in group["params"]]
         self._side_stream = _SideStream([whole.ranks.device for whole in self._wholes])
-        params = iter([whole.param for whole in self._stepped])
-        super().__init__(
-            [{**group, "params": [next(params) for _ in group["params"]]} for group in self._inner_groups()],
-            {},
-        )
+        outer = [{**group, "params": [by_held[held].param for held in group["params"]]} for group in groups]
+        super().__init__(outer, {})
         self._is_complete = True
 
     _is_complete = False  # true after the constructor
