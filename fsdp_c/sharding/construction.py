@@ -315,10 +315,7 @@ def _groups_by_node(world: dist.ProcessGroup, device: torch.device) -> ProcessGr
 
 
 def groups_of_nodes(world: dist.ProcessGroup, ranks_per_node: int) -> ProcessGroups:
-    """Create the groups for nodes of ``ranks_per_node`` consecutive ranks.
-
-    Collective over all ranks.
-    """
+    """Create the groups for nodes of ``ranks_per_node`` consecutive ranks. Collective over all ranks."""
     shard, _ = dist.new_subgroups(ranks_per_node)
     backend = dist.get_backend(world)
     replicas = [

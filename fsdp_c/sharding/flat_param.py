@@ -312,11 +312,7 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
         return nn.Parameter(tensor, requires_grad=requires_grad) if state is None else state.wrap(tensor)
 
     def shard(self) -> None:
-        """Register views of this rank's shard on the modules.
-
-        Called at construction, when the original storage is freed, and after the flat parameter's data was
-        replaced.
-        """
+        """Register views of this rank's shard: at construction, and after the parameter's data was replaced."""
         with torch.no_grad():
             self.end_move()
 

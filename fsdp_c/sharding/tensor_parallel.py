@@ -88,10 +88,7 @@ def like(value: object, shown: Tensor) -> object:
 
 
 def local_part(value: Tensor, param_extension: ParamExtension) -> Tensor:
-    """Return the local tensor of a parameter for a full ``value``: plain, or a DTensor of any placement.
-
-    Collective over the mesh of a DTensor.
-    """
+    """Return a parameter's local part of a full ``value``: plain, or a DTensor. Collective over its mesh."""
     placements = [Replicate()] if param_extension is None else param_extension.placements
     if isinstance(value, DTensor):
         around = [Replicate()] * (value.device_mesh.ndim - len(placements))
@@ -103,10 +100,7 @@ def local_part(value: Tensor, param_extension: ParamExtension) -> Tensor:
 
 
 def divide_over_mesh(whole: Tensor, extension: FSDPExtensions, rank: int, mesh: DeviceMesh) -> Tensor:
-    """Return a DTensor over the root of ``mesh`` with this rank's rows of ``whole``.
-
-    Zero-dimensional tensors are replicated.
-    """
+    """Return a DTensor over the root of ``mesh`` with this rank's rows of ``whole``; a replica if it is 0-d."""
     if whole.dim():
         return extension.chunk_dtensor(whole, rank, mesh)
     root = mesh._get_root_mesh()

@@ -160,10 +160,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _loaded_values(params: OptimParams, states: dict[str, ParamState]) -> list[LoadedValue]:
-    """Return all tensors with the shapes of managed parameters, in the same order on all ranks.
-
-    Raises ValueError for other shapes.
-    """
+    """Return managed parameters' tensors, in one order on all ranks. Raise ValueError for other shapes."""
     values = []
     for known, fqn, layout in params.originals():
         for name, value in sorted(states.get(fqn, {}).items()):

@@ -104,9 +104,7 @@ class _RankReport(NamedTuple):
 def _agree(
     params: OptimParams, local: dict[OptimParam, ParamState], options: SaveOptions
 ) -> dict[OptimParam, _Held]:
-    """Return the agreed state of each managed parameter, in the result's order. Collective. See [Note: One
-    agreement].
-    """
+    """Return each managed parameter's state, in the result's order. Collective. See [Note: One agreement]."""
     managed = {known.name: known for known in params.by_param.values() if known.module is not None}
     own = {
         known.name: state
@@ -342,10 +340,7 @@ def _whole_states(
     held: dict[OptimParam, _Held],
     options: SaveOptions,
 ) -> dict[tuple[str, str], Any]:
-    """Return the values of states with their own shapes. Collective.
-
-    See [Note: Whole state] in fsdp_c/state/whole_state.py.
-    """
+    """Return the values of states with their own shapes. Collective. See fsdp_c/state/whole_state.py."""
     found: dict[tuple[str, str], WholeState] = {}
     for known, one in held.items():
         for name, value in one.others:

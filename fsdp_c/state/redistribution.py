@@ -278,9 +278,7 @@ def _exchange(
     shapes: Sequence[Sequence[int]] | None,
     buffer: ReceiveBuffer,
 ) -> list[Tensor]:
-    """Return the parts under ``targets``. Collective: one all-to-all of elements that change ranks, or one
-    all-gather.
-    """
+    """Return the parts under ``targets``. Collective: one all-to-all, or one all-gather."""
     rank, world_size, wire = group.rank(), group.size(), _wire_dtype(pieces)
     sizes = [piece.itemsize for piece in pieces]
     wanted = [rank_partition(source.numel, rank) for source in sources] if targets is None else targets

@@ -221,10 +221,7 @@ def saved_shards(
     offloads: Callable[[ShardedModule], bool],
     is_receiver: bool | None = None,
 ) -> list[list[Any]]:
-    """Return the values of ``saved_parts`` for all parameters of each unit's shard. Collective.
-
-    Empty lists on ranks without a result.
-    """
+    """Return ``saved_parts`` of each unit's shard; empty lists on ranks without a result. Collective."""
     values: list[list[Any]] = [[] for _ in shards]
     flat: list[tuple[ShardedModule, Tensor, int]] = []
     parts: list[Part] = []

@@ -237,10 +237,7 @@ _saving = _Saving()
 
 @contextlib.contextmanager
 def saving(fsdp_module: ShardedModule) -> Iterator[None]:
-    """Context around ``state_dict()`` of a unit, entered by nested units as well.
-
-    Modules are restored at exit, also after an error.
-    """
+    """Context around ``state_dict()`` of a unit, entered by nested units as well. Restores the modules."""
     if _saving.outermost is not None:
         yield
         return

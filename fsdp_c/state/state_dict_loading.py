@@ -184,9 +184,7 @@ def unsharded_for_load(module: ShardedModule, state_dict: StateDict, prefix: str
 
 
 def _copy_assigned(registered: Sequence[tuple[ManagedParam, nn.Parameter]]) -> None:
-    """Copy the values of tensors registered by ``load_state_dict(assign=True)``, and restore the original
-    parameters.
-    """
+    """Copy tensors that ``load_state_dict(assign=True)`` registered into our parameters, and restore these."""
     for param, ours in registered:
         loaded = getattr(param.module, param.name)
         if loaded is not ours:

@@ -312,10 +312,7 @@ def _all_reduce(norm: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGr
 
 
 def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the norm of ``grads`` as one vector, bitwise equal to the norm of ``vector_norm`` results.
-
-    Returns a new zero tensor without gradients.
-    """
+    """Return the norm of ``grads`` as one vector, bitwise that of ``vector_norm`` results; a new 0 without any."""
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)
     is_on_cpu = grads[0].device.type == "cpu"
