@@ -84,9 +84,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _named(path: str, module: ShardedModule) -> Named:
-    prefix = clean_name(f"{path}.") if path else ""
     params = sorted(module._handle.managed_params if module._handle else [], key=lambda param: param.place)
-    return [(prefix + param.fqn, param) for param in params]
+    return [(clean_name(joined(path, param.fqn)), param) for param in params]
 
 
 def _pieces(

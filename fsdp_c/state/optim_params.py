@@ -107,9 +107,8 @@ class OptimParams:
             if module._handle is None:
                 continue
             flat_param = module._handle.flat_param
-            prefix = clean_name(f"{path}.") if path else ""
             params = module._handle.managed_params[: flat_param._num_params]
-            fqns = tuple(prefix + param.fqn for param in params)
+            fqns = tuple(clean_name(joined(path, param.fqn)) for param in params)
             if module._use_orig_params:
                 for index, (place, original) in enumerate(zip(params, flat_param._params or (), strict=True)):
                     found[original] = OptimParam(fqns[index], (fqns[index],), module, (index,))
