@@ -35,12 +35,10 @@ def clip_grad_norm_(
     Collective for sharded gradients. torch's function uses the norm of this rank's shards.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    for param in params:
-        if getattr(param, "_fsdp_flattened", False):
-            norm = grad_clipping.clip_params_(params, float(max_norm), float(norm_type), error_if_nonfinite)
-            if norm is not None:
-                return norm
-            break
+    if any(getattr(param, "_fsdp_flattened", False) for param in params):
+        norm = grad_clipping.clip_params_(params, float(max_norm), float(norm_type), error_if_nonfinite)
+        if norm is not None:
+            return norm
     return torchs_clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
