@@ -106,9 +106,8 @@ def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> No
     for param in handle_of(module).managed_params:
         key = prefix + param.fqn
         value = state_dict.get(key, _ABSENT)
-        if full and not is_sharded(value):
-            continue
-        if value is not _ABSENT and value is not _own_param(module, param.place):
+        is_given = value is not _ABSENT and value is not _own_param(module, param.place)
+        if is_given and (is_sharded(value) or not full):
             state_dict[key] = whole_of_value(value, key, module, layouts[param.place])
 
 
