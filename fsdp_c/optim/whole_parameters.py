@@ -564,7 +564,7 @@ def _raise_everywhere(wholes: Sequence[_Whole], error: Exception | None, remedy:
     everyone = [own]
     if groups := _groups_of(wholes):
         device = next(whole.ranks.device for whole in wholes if whole.is_managed)
-        everyone += values_if_different(own, repr(own[1]).encode(), groups, device)
+        everyone += values_if_different(own, own[1], groups, device)
     if failed := sorted({(rank, text) for rank, text in everyone if text is not None}):
         causes = [f"the optimizer of rank {rank} raised {text}" for rank, text in failed]
         raise RuntimeError("\n".join([*causes, remedy])) from error

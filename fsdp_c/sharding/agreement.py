@@ -52,9 +52,9 @@ class RankPlan(NamedTuple):
 
 
 def values_if_different(
-    mine: T, compared: bytes, groups: Iterable[dist.ProcessGroup | None], device: torch.device
+    mine: T, compared: object, groups: Iterable[dist.ProcessGroup | None], device: torch.device
 ) -> list[T]:
-    """Return every rank's ``mine`` if ``compared`` differs between ranks of ``groups``, else an empty list.
+    """Return every rank's ``mine`` if ``repr(compared)`` differs between ranks of ``groups``, else an empty list.
 
     Collective over ``groups``, one after another. Values are sent only if digests differ. With one group the
     result is in rank order. With several, each group forwards the result of the previous one, so that all
@@ -65,7 +65,7 @@ def values_if_different(
         everyone = _gather(digest, group, device)
         if everyone[group.rank()] == digest:  # False for a fake group, which transfers nothing
             is_same = is_same and len(set(everyone)) == 1
-            digest = digest_of(b"".join(everyone))
+            digest = digest_of(everyone)
     known = [] if is_same else [mine]
     for group in groups if known else ():
         known = [one for part in all_gather_objects(known, group) for one in part]
@@ -91,7 +91,7 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
         and (module.process_group, module._replicate_group) == groups
     ]
     plan = [_unit_plan(path, module, is_optional(root, path)) for path, module in sharing]
-    compared = digest_of(repr(([one.needs for one in plan], str(error))).encode())
+    compared = digest_of(([one.needs for one in plan], str(error)))
     try:
         if compared != root._agreed_plan and detect_fake_mode() is None:  # fake ranks do not communicate
             own = RankPlan(global_rank(), None if error is None else str(error), plan)
@@ -115,7 +115,7 @@ def agree_to_sync(name: str, groups: Sequence[dist.ProcessGroup], device: torch.
     )
     own = RankPlan(global_rank(), failure, [])
     if detect_fake_mode() is None and (
-        plans := values_if_different(own, b"sync_module_states", groups, device)
+        plans := values_if_different(own, "sync_module_states", groups, device)
     ):
         raise RuntimeError(difference(plans))
 
@@ -135,8 +135,8 @@ def _unit_plan(path: str, module: ShardedModule, optional: bool) -> UnitPlan:
     return UnitPlan(clean_path(path), tuple(flat_param._fqns), needs)
 
 
-def digest_of(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=DIGEST_NBYTES).digest()
+def digest_of(value: object) -> bytes:
+    return hashlib.blake2b(repr(value).encode(), digest_size=DIGEST_NBYTES).digest()
 
 
 def _gather(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:

@@ -157,8 +157,7 @@ def _agree_on(values: Sequence[LoadedValue], group: dist.ProcessGroup, error: Ex
     """Raise on all ranks, before any transfer, if one has an error or ranks load different values. Collective."""
     known = [(one.names[::-1], str(one.dtype)) for one in values]
     own = dist.get_rank(), None if error is None else str(error), known
-    compared = repr(own[1:]).encode()
-    everyone = values_if_different(own, compared, [group], values[0].module.compute_device)
+    everyone = values_if_different(own, own[1:], [group], values[0].module.compute_device)
     if error is not None:
         raise error
     for rank, failure, _ in everyone:

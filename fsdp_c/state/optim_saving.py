@@ -114,7 +114,7 @@ def _agree(
     mine = _RankReport(
         _described(managed, own),
         frozenset(name for name, known in managed.items() if name not in own and known.own_numel),
-        _digest(sorted(managed)),
+        digest_of(sorted(managed)),
         _group_names(managed, options.group),
         _misfit(managed, own),
     )
@@ -152,10 +152,6 @@ def _agree(
     return {managed[name]: _merged(name, held) for name in sorted(names & managed.keys())}
 
 
-def _digest(value: object) -> bytes:
-    return digest_of(repr(value).encode())
-
-
 def _group_names(
     managed: dict[str, OptimParam], group: dist.ProcessGroup | None
 ) -> dict[bytes, tuple[int, bytes]]:
@@ -166,7 +162,7 @@ def _group_names(
         own = [name for name, _ in same]
         for each in multi_rank_groups(module.process_group, module._replicate_group):
             names.setdefault(ranks_of(each), []).extend(own)
-    return {_digest(ranks): (len(reporting & {*ranks}), _digest(own)) for ranks, own in names.items()}
+    return {digest_of(ranks): (len(reporting & {*ranks}), digest_of(own)) for ranks, own in names.items()}
 
 
 def _names_conflict(reports: Sequence[_RankReport], options: SaveOptions) -> bool:
