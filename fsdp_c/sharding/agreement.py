@@ -82,15 +82,13 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
     Raises RuntimeError on every rank, with the first difference and its ranks.
     """
     groups = (root.process_group, root._replicate_group)
-    # units with other process groups may legitimately differ between ranks
-    sharing = [
-        (path, module)
+    plan = [
+        _unit_plan(path, module, is_optional(root, path))
         for path, module in modules
         if error is None
         and module._handle is not None
         and (module.process_group, module._replicate_group) == groups
     ]
-    plan = [_unit_plan(path, module, is_optional(root, path)) for path, module in sharing]
     compared = digest_of(([one.needs for one in plan], str(error)))
     try:
         if compared != root._agreed_plan and detect_fake_mode() is None:  # fake ranks do not communicate
