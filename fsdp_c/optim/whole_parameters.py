@@ -289,8 +289,7 @@ class WholeParameters(Optimizer):
 
     def _step_inner(self, outer: Sequence[ParamGroup]) -> None:
         for group, options in zip(self._inner_groups(), outer, strict=True):
-            # restored per bucket: a counter in a group advances once per step, regardless of the number of
-            # buckets
+            # restored per bucket: a counter in a group advances once per step, not once per bucket
             held = group["params"]
             group.clear()
             group.update(options, params=held)

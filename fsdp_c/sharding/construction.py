@@ -71,11 +71,7 @@ def check_settings(
 def check_places(
     process_group: object, device_mesh: object, device_id: object, param_init_fn: object = None
 ) -> None:
-    """Check the arguments that name groups, devices and the initialization function.
-
-    Raises TypeError for a value that is no group, mesh or device. Raises ValueError for a group without this
-    rank, and for a ``param_init_fn`` that is not callable.
-    """
+    """Raise TypeError or ValueError for invalid groups, meshes, devices and initialization functions."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(
             f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}: pass a function of a "
@@ -162,10 +158,7 @@ def resolve_ignored_states(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> IgnoredStates:
-    """Return the ignored modules (with subtrees), parameters and buffers, including those of inner units.
-
-    Raises ValueError or TypeError for invalid arguments.
-    """
+    """Return the ignored modules (with subtrees), parameters and buffers, including those of inner units."""
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
             "Cannot pass both ignored_modules and ignored_states at the same time: ignored_states takes "
@@ -247,11 +240,7 @@ def resolve_process_groups(
     has_policy: bool,
     device: torch.device,
 ) -> ProcessGroups:
-    """Return the process groups for these arguments.
-
-    Collective over all ranks if a hybrid strategy needs new groups. Raises ValueError for arguments that do
-    not fit.
-    """
+    """Return the process groups. Collective over all ranks if a hybrid strategy needs new ones."""
     if process_group is not None and device_mesh is not None:
         raise ValueError(
             "Cannot pass both process_group and device_mesh at the same time: the groups are those of the "

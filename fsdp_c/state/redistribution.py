@@ -192,8 +192,7 @@ def _batches(
     batch: list[Tensor] = []
     nbytes, last = 0, Partition(0, 1, 0)
     for piece, source in zip(pieces, sources, strict=True):
-        # shards of a full flat parameter are even, parts of it are not: the all-gather would be mostly
-        # padding
+        # only shards of a full flat parameter are even: an all-gather of others would be mostly padding
         if nbytes >= limit_nbytes and (
             not gathers or source.step != last.step or source.offset <= last.offset
         ):
@@ -245,8 +244,7 @@ def _join_elsewhere(
         parts = [
             data[source][start : start + nbytes] for source, start, nbytes in itertools.islice(triples, count)
         ]
-        # no kernel for tensors without elements on this rank, the usual case if one of many ranks receives
-        # all
+        # no kernel for tensors without elements here, the usual case if one of many ranks receives all
         whole = torch.cat(parts).view(like.dtype) if parts else like.new_empty(0)
         joined.append(whole.view(shape))
     return joined

@@ -407,10 +407,7 @@ def _kind(fsdp_module: ShardedModule) -> StateDictType:
 
 
 def _enter(fsdp_module: ShardedModule, stack: contextlib.ExitStack, binds: bool = True) -> None:
-    """Perform the common part of the save and load pre-hooks.
-
-    ``binds``: bind the units to one runtime, which raises if they were moved.
-    """
+    """Begin a save or a load. ``binds``: bind the units to one runtime, which raises if they were moved."""
     if fsdp_module in _open:
         raise AssertionError(
             "Entering the ``_unshard_fsdp_state_params`` context but the previous one is still open (rank "

@@ -83,8 +83,7 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
     loaded = _load(early, state_dict)
     for at, inner in waiting:
         _make_whole(inner, state_dict, at)
-    # after all transfers, so that no rank waits: inside summon_full_params only rank 0 may have full
-    # parameters
+    # after all transfers, so that no rank waits: if summoned, only rank 0 may have full parameters
     for inner in (inner for _, inner in waiting if is_summoned(inner)):
         for param in handle_of(inner).managed_params:
             if not is_shown(param):
