@@ -71,7 +71,7 @@ class ParamLayout(NamedTuple):
     @property
     def full_shape(self) -> torch.Size:
         """Shape over the ranks of tensor parallelism too."""
-        return self.shape if self.parallel is None else full_shape(self.parallel, self.shape)
+        return full_shape(self.parallel, self.shape)
 
 
 Part = tuple[
