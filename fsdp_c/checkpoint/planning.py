@@ -16,7 +16,7 @@ import pickle
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -126,21 +126,15 @@ RankPlan = list[RankPart]  # all parts on one rank
 Share = tuple[int, Positions]
 
 
-class Source(NamedTuple):
-    """Writer of keys of a group: the keys of its share are ``slots`` in the group's list."""
-
-    rank: int
-    share: int  # number of the share
-    slots: Positions
+# (rank, number of its share) of the writers of a group's keys, each of which writes every n-th key
+Sources = list[tuple[int, int]]
 
 
-@dataclass
-class GroupBox:
+class GroupBox(NamedTuple):
     """Box of the tensors of a group, and its ranges as written."""
 
     held: Held  # the whole box
-    starts: list[int] = field(default_factory=list)  # starts of the ranges, each of which ends at the next
-    sources: list[list[Source]] = field(default_factory=list)  # writers by range
+    starts: list[int]  # starts of the ranges, each of which ends at the next
 
     def ranges(self) -> list[Held]:
         ends = [*self.starts[1:], self.held.numel]
@@ -153,7 +147,7 @@ class Group:
 
     paths: list[PathInDict]
     boxes: list[GroupBox]
-    sources: list[Source]  # writers of objects
+    sources: list[Sources]  # by box and range; one for objects
     # records of written data: by box, range, key and box of the range; of objects by key
     records: bytes = b""
 
@@ -232,27 +226,29 @@ def _group(paths: list[PathInDict], rows: list[_Row], writers: _Writers) -> Grou
     if any((row.held is None) != (first is None) for row in rows):
         raise ValueError(f"{key} is a tensor on some ranks and another value on others")
     if first is None:
-        return Group(paths, [], writers.assign_writers(rows, len(paths)))
+        return Group(paths, [], [writers.assign_writers(rows, len(paths))])
     by_box: dict[Box, list[tuple[Held, _Row]]] = {}
     for row in rows:
         # where replicas differ in shape or dtype, the first rank's are written
         if row.held is not None and (row.held.shape, row.held.dtype) == (first.shape, first.dtype):
             by_box.setdefault((row.held.offsets, row.held.sizes), []).append((row.held, row))
-    boxes = [_box(key, each, len(paths), writers) for each in by_box.values()]
+    group = Group(paths, [], [])
+    for each in by_box.values():
+        _add_box(group, key, each, writers)
     if not do_tile(list(by_box), first.shape):
-        numel = sum(box.held.numel for box in boxes)
+        numel = sum(box.held.numel for box in group.boxes)
         raise ValueError(
             f"{key}: ranks hold {numel} of {math.prod(first.shape)} elements, or some of them twice"
         )
-    return Group(paths, boxes, [])
+    return group
 
 
-def _box(key: str, held: list[tuple[Held, _Row]], count: int, writers: _Writers) -> GroupBox:
+def _add_box(group: Group, key: str, held: list[tuple[Held, _Row]], writers: _Writers) -> None:
     by_start: dict[int, list[tuple[Held, _Row]]] = {}
     for each in held:
         by_start.setdefault(each[0].start, []).append(each)
     whole = held[0][0]
-    box, end = GroupBox(whole._replace(start=0, numel=math.prod(whole.sizes))), 0
+    box, end = GroupBox(whole._replace(start=0, numel=math.prod(whole.sizes)), []), 0
     for start, rows in sorted(by_start.items()):
         own = rows[0][0]
         if start != end or any(other.numel != own.numel for other, _ in rows):
@@ -263,10 +259,11 @@ def _box(key: str, held: list[tuple[Held, _Row]], count: int, writers: _Writers)
             raise ValueError(f"{key}: ranks have its dimensions in different orders in memory")
         end = start + own.numel
         box.starts.append(start)
-        box.sources.append(writers.assign_writers([row for other, row in rows if other == own], count))
+        equal = [row for other, row in rows if other == own]
+        group.sources.append(writers.assign_writers(equal, len(group.paths)))
     if end != box.held.numel:
         raise ValueError(f"{key}: ranks hold {end} of {box.held.numel} elements of a part of it")
-    return box
+    group.boxes.append(box)
 
 
 class _Writers:
@@ -276,15 +273,15 @@ class _Writers:
         self.shares: list[list[Share]] = [[] for _ in range(world_size)]
         self.loads = [0] * world_size
 
-    def assign_writers(self, rows: list[_Row], count: int) -> list[Source]:
+    def assign_writers(self, rows: list[_Row], count: int) -> Sources:
         """Divide the keys among ranks with equal parts, beginning with those with the least data to write."""
         rows = sorted(rows, key=lambda row: self.loads[row.rank])[:count]
         sources = []
         for nth, row in enumerate(rows):
-            slots = range(nth, count, len(rows))
-            sources.append(Source(row.rank, len(self.shares[row.rank]), slots))
-            self.shares[row.rank].append((row.part, row.positions[nth :: len(rows)]))
-            self.loads[row.rank] += len(slots) * (row.held.nbytes if row.held else 1)
+            sources.append((row.rank, len(self.shares[row.rank])))
+            own = row.positions[nth :: len(rows)]
+            self.shares[row.rank].append((row.part, own))
+            self.loads[row.rank] += len(own) * (row.held.nbytes if row.held else 1)
         return sources
 
 
@@ -302,18 +299,14 @@ class RankResult(NamedTuple):
 def put_records(planned: Planned, results: dict[int, RankResult]) -> None:
     """Store the records of ``results``, by rank, in the groups."""
 
-    def records(sources: list[Source], keys: int) -> bytes:
+    def records(sources: Sources, keys: int) -> bytes:
         """Return the records of all keys of a group."""
-        parts = [b""] * keys
-        for rank, share, slots in sources:
-            content = results[rank].records[share]
-            if len(slots) == keys:
-                return content
-            nbytes = len(content) // len(slots)
-            for nth, slot in enumerate(slots):
-                parts[slot] = content[nth * nbytes : (nth + 1) * nbytes]
-        return b"".join(parts)
+        contents = [results[rank].records[share] for rank, share in sources]
+        if len(contents) == 1:
+            return contents[0]
+        nbytes = sum(map(len, contents)) // keys
+        rounds = range(0, len(contents[0]), nbytes)  # the first writer has a key in each round
+        return b"".join(content[at : at + nbytes] for at in rounds for content in contents)
 
     for group in planned.groups:
-        of_ranges = [each for box in group.boxes for each in box.sources] or [group.sources]
-        group.records = b"".join(records(each, len(group.paths)) for each in of_ranges)
+        group.records = b"".join(records(each, len(group.paths)) for each in group.sources)
