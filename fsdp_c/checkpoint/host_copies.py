@@ -52,7 +52,7 @@ class HostCopies:
     def __init__(self) -> None:
         self.memory: Tensor | None = None
         self._streams: dict[torch.device, Any] = {}
-        self._pending: list[tuple[torch.device, Any]] = []  # (device, event) of pending copies
+        self._pending: list[Any] = []  # events of pending copies
         self._held: list[Tensor] = []  # alive until copied
         # (tensor, version) by name; no code but an optimizer's step may write to them
         self._watched: dict[str, tuple[Tensor, int]] = {}
@@ -93,9 +93,7 @@ class HostCopies:
         self._watched, self._written = {}, []
         if on_device:
             self._watch(params)
-        streams = {
-            self._copy(storage, memory, paths, optim_key): storage.content.device for storage in on_device
-        }
+        streams = {self._copy(storage, memory, paths, optim_key) for storage in on_device}
         # one call, after the Python part: the copy evicts all caches
         dtypes = {one.tensor.dtype for storage in storages for one in storage.sources}
         views = {dtype: memory.view(dtype) for dtype in dtypes}
@@ -109,12 +107,14 @@ class HostCopies:
         for one in sources:
             if copies[one.key] is None:
                 copies[one.key] = one.value.detach().to("cpu", copy=True)
-        self._record_events(streams)
+        self._pending = [stream.record_event() for stream in streams]
+        if streams and self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._before_step)
         return copies
 
     def wait(self) -> None:
         """Wait for pending copies, in the reading thread. Raise CheckpointError for tensors modified meanwhile."""
-        for _, event in self._pending:
+        for event in self._pending:
             event.synchronize()
         self._record_writes()
         self._pending, self._held = [], []
@@ -167,18 +167,10 @@ class HostCopies:
         self._held.append(storage.content)
         return stream
 
-    def _record_events(self, streams: dict[Any, torch.device]) -> None:
-        for stream, device in streams.items():
-            event = torch.get_device_module(device).Event()
-            event.record(stream)
-            self._pending.append((device, event))
-        if streams and self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(self._before_step)
-
     def _before_step(self, *_: object) -> None:
         self._record_writes()
-        for device, event in self._pending:
-            torch.get_device_module(device).current_stream(device).wait_event(event)
+        for event in self._pending:
+            torch.get_device_module(event.device).current_stream(event.device).wait_event(event)
 
 
 _CONSTANTS = (type(None), bool, int, float, str, bytes)
