@@ -98,7 +98,7 @@ def read_layout(folder: Path, footer: Footer, compare: bool) -> Checkpoint:
             "with torch.distributed.checkpoint.load, which does not need it"
         )
     with _parse_layout(path):
-        _Layout(path, checkpoint, footer.data).read()
+        _Layout(path, checkpoint, footer.data)
     return checkpoint
 
 
@@ -108,15 +108,12 @@ def _parse_layout(path: Path) -> AbstractContextManager[None]:
 
 class _Layout:
     def __init__(self, path: Path, checkpoint: Checkpoint, data: str) -> None:
-        """Open the file, until ``checkpoint`` is closed. ``data``: name of the data folder."""
+        """Create the entries and paths of ``checkpoint``, which keeps the file open. ``data``: name of its folder."""
         self.path, self.checkpoint, self.data = path, checkpoint, data
         self.file = checkpoint.held[f"{data}/{LAYOUT}"] = path.open("rb")
         self.nbytes = os.fstat(self.file.fileno()).st_size
         self.blocks: dict[int, bytes] = {}
         self.records_at = 0  # number of the next record
-
-    def read(self) -> None:
-        """Create the entries and paths of the checkpoint."""
         magic, nbytes, crc32 = _HEAD.unpack(self._read(0, _HEAD.size))
         self.begin = _HEAD.size + nbytes
         require(magic == MAGIC and self.begin <= self.nbytes, "it is truncated, or not a layout")
@@ -129,8 +126,8 @@ class _Layout:
         keys, entries = [*paths], dict[str, Entry]()
         for group in header["groups"]:
             entries.update(self._entries(group, [keys[number] for number in group["keys"]]))
-        self.checkpoint.entries = {key: entries[key] for key in keys}
-        self.checkpoint.paths = checked_paths(paths, self.checkpoint.entries)
+        checkpoint.entries = {key: entries[key] for key in keys}
+        checkpoint.paths = checked_paths(paths, checkpoint.entries)
 
     def _entries(self, group: Any, keys: list[str]) -> Iterator[tuple[str, Entry]]:
         if group["boxes"] is None:

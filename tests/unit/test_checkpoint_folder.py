@@ -327,7 +327,7 @@ def once(work: Callable[[], None], original: Callable[..., Any]) -> Callable[...
         (contents.Checkpoint, "size"),
         (storage, "read_layout"),
         (layout_file, "size_and_crc32"),
-        (layout_file._Layout, "read"),
+        (layout_file._Layout, "_read"),
         (loading, "read_checkpoint"),
     ],
 )
