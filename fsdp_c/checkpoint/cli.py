@@ -104,7 +104,7 @@ def problems(checkpoint: Checkpoint) -> Iterator[str]:
             data.setdefault(part.file, set()).add((part.start, part.start + part.nbytes))
             try:
                 if isinstance(part, BytesEntry):
-                    read_object(checkpoint, key)
+                    read_object(checkpoint, key, part)
                 else:
                     read_chunk(checkpoint, key, part)
             except (CheckpointError, OSError) as error:

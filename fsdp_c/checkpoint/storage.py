@@ -45,17 +45,16 @@ def read_checkpoint(path: Path, *, compare: bool = True) -> Checkpoint:
 def read_chunk(checkpoint: Checkpoint, key: str, chunk: Chunk) -> Tensor:
     """Return one verified part of a tensor. Raise CheckpointError naming file and key."""
     dtype = checkpoint.tensor(key).dtype
-    with checkpoint.open(chunk.file) as file:
-        if chunk.crc32 is not None:
-            tensor = _empty(chunk.sizes, chunk.strides, dtype)
+    if chunk.crc32 is not None:
+        tensor = _empty(chunk.sizes, chunk.strides, dtype)
+        with checkpoint.open(chunk.file) as file:
             _read_into(checkpoint, key, chunk, tensor, file)
-            return tensor
-        content = _content(file, chunk)
-    what = f"{checkpoint.folder / chunk.file}: {key}"
-    loaded = _torch_load(what, content)
+        return tensor
+    loaded = read_object(checkpoint, key, chunk)
     if not isinstance(loaded, Tensor) or tuple(loaded.shape) != chunk.sizes or loaded.dtype != dtype:
         raise CheckpointError(
-            f"{what} is not a tensor of shape {chunk.sizes} and {dtype}, as the metadata say"
+            f"{checkpoint.folder / chunk.file}: {key} is not a tensor of shape {chunk.sizes} and {dtype}, as the "
+            "metadata say"
         )
     return loaded
 
@@ -78,27 +77,18 @@ def _damaged(checkpoint: Checkpoint, file: str, key: str) -> CheckpointError:
     )
 
 
-def _content(file: BinaryIO, part: Chunk | BytesEntry) -> bytes:
-    file.seek(part.start)
-    return file.read(part.nbytes)
-
-
-def _torch_load(what: str, content: bytes) -> Any:
+def read_object(checkpoint: Checkpoint, key: str, part: BytesEntry | Chunk) -> Any:
+    """Read what torch.save wrote, without code execution: see [Note: Names in a pickle]."""
+    with checkpoint.open(part.file) as file:
+        file.seek(part.start)
+        content = file.read(part.nbytes)
+    if part.crc32 is not None and zlib.crc32(content) != part.crc32:
+        raise _damaged(checkpoint, part.file, key)
     try:
         return objects.load(content)
     except Exception as error:
-        raise CheckpointError(f"{what} cannot be read ({objects.reason(error)})") from error
-
-
-def read_object(checkpoint: Checkpoint, key: str) -> Any:
-    """Read an object, without code execution: see [Note: Names in a pickle]."""
-    entry = checkpoint.entries[key]
-    assert isinstance(entry, BytesEntry)
-    with checkpoint.open(entry.file) as file:
-        content = _content(file, entry)
-    if entry.crc32 is not None and zlib.crc32(content) != entry.crc32:
-        raise _damaged(checkpoint, entry.file, key)
-    return _torch_load(f"{checkpoint.folder / entry.file}: {key}", content)
+        path = checkpoint.folder / part.file
+        raise CheckpointError(f"{path}: {key} cannot be read ({objects.reason(error)})") from error
 
 
 def read_entries(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, Any]:
@@ -108,7 +98,7 @@ def read_entries(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, Any]:
     for key in keys:
         entry = checkpoint.entries[key]
         if isinstance(entry, BytesEntry):
-            found[key] = read_object(checkpoint, key)
+            found[key] = read_object(checkpoint, key, entry)
         else:
             chunks = entry.chunks
             strides = chunks[0].strides if len(chunks) == 1 else None
