@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -65,9 +63,10 @@ def load(
 
     def prepare() -> _Loading:
         check_path(path)
-        read = functools.partial(read_checkpoint, Path(path), compare=ranks.is_first)
-        make = functools.partial(_Loading, model, optimizer, read, model_key, optim_key, strict)
-        return retry_if_replaced(Path(path), make)
+        return retry_if_replaced(
+            Path(path),
+            lambda: _Loading(model, optimizer, Path(path), ranks.is_first, model_key, optim_key, strict),
+        )
 
     for _ in range(_TRIES):
         loading, found = ranks.agree(what, prepare, lambda loading: loading.checkpoint.identity)
@@ -90,20 +89,21 @@ class _Loading:
         self,
         model: nn.Module,
         optimizer: Optimizers | None,
-        read: Callable[[], Checkpoint],
+        path: Path,
+        compare: bool,
         model_key: str,
         optim_key: str,
         strict: bool,
     ) -> None:
         self.model = model
-        self.own = model_state(model)
-        self.checkpoint = read()
-        _rename_uncompiled(self.checkpoint)
-        self.setters = extra_state_setters(model)
-        self.targets: dict[str, Tensor] = {}  # memory to read into, by key
-        self.nested: dict[str, str] = {}  # keys of modules' extra state, by its name
         prefix = f"{model_key}." if model_key else ""
-        self._add_model(prefix, set() if prefix else {EXTRA, optim_key}, strict)
+        own = {prefix + name: value for name, value in model_state(model).items()}
+        self.checkpoint = read_checkpoint(path, compare=compare)
+        _rename_uncompiled(self.checkpoint)
+        self.setters = {prefix + name: module for name, module in extra_state_setters(model).items()}
+        self.targets: dict[str, Tensor] = {}  # memory to read into, by key
+        self.extra_state_keys: list[str] = []  # keys of modules' extra state to read
+        self._add_model(own, prefix, set() if prefix else {EXTRA, optim_key}, strict)
         self.optims: list[OptimTarget] = []
         for each in [] if optimizer is None else as_list(optimizer):
             first_group = sum(len(optim.groups) for optim in self.optims)
@@ -116,14 +116,12 @@ class _Loading:
         for optim in self.optims:
             optim.values |= read_entries(self.checkpoint, optim.early_keys)
             optim.check()
-        self.own_state = {name: read_nested(self.checkpoint, key) for name, key in self.nested.items()}
+        self.extra_states = {key: read_nested(self.checkpoint, key) for key in self.extra_state_keys}
         self.extra: StateDict = read_nested(self.checkpoint, EXTRA) or {}
 
-    def _add_model(self, prefix: str, others: set[str], strict: bool) -> None:
-        expected = {prefix + name: value for name, value in self.own.items()}
+    def _add_model(self, expected: StateDict, prefix: str, others: set[str], strict: bool) -> None:
         entries = self.checkpoint.entries
         own = {key: expected.pop(key) for key in [*expected] if key.rpartition(".")[2] == EXTRA_STATE}
-        setters = {prefix + name for name in self.setters}
         missing, errors = [], []
         for key, value in expected.items():
             entry, shape = entries.get(key), tuple(value.shape)
@@ -135,18 +133,18 @@ class _Loading:
                 errors.append(f"{key} has shape {entry.shape} in the checkpoint, {shape} in the model")
             else:
                 self.targets[key] = value
-        for key in dict.fromkeys([*own, *setters]):
+        for key in dict.fromkeys([*own, *self.setters]):
             if any(each == key or each.startswith(f"{key}.") for each in entries):
-                if key in setters:
-                    self.nested[key.removeprefix(prefix)] = key
+                if key in self.setters:
+                    self.extra_state_keys.append(key)
                 elif strict:
                     errors.append(f"{key} is unexpected: its module has no set_extra_state()")
-            elif key in setters and flatten_state_dict({key: own.get(key)})[0]:  # {} is saved as nothing
+            elif key in self.setters and flatten_state_dict({key: own.get(key)})[0]:  # {} is saved as nothing
                 missing.append(key)
         if strict:
             errors += [f"{key} is missing" for key in missing]
-            known = {*expected, *own, *setters}
-            below = tuple(f"{key}." for key in {*own, *setters, *others})
+            known = {*expected, *own, *self.setters}
+            below = tuple(f"{key}." for key in {*own, *self.setters, *others})
             errors += [
                 f"{key} is unexpected"
                 for key in entries
@@ -187,9 +185,9 @@ class _Loading:
         for unit in units_of(self.model):
             if unit._handle is not None:
                 unit._handle.reshard(True)
-        for name, module in self.setters.items():
-            if name in self.own_state:
-                module.set_extra_state(self.own_state[name])
+        for key, module in self.setters.items():
+            if key in self.extra_states:
+                module.set_extra_state(self.extra_states[key])
 
     @torch.no_grad()
     def apply_to_optimizers(self) -> StateDict:
