@@ -452,14 +452,12 @@ class OptimTarget:
 
     def check(self) -> None:
         """Raise ValueError for other groups, or differing scalars. Called once ``early_keys`` have been read."""
-        for _ in self._groups():
-            pass
+        self.matching_groups = [*self._groups()]
         for value in (value for own in self._state.values() for value in own.values()):
             value()
 
     def apply(self) -> None:
         """Replace all state of the optimizer by the saved state. Called once everything has been read."""
-        groups = list(self._groups())
         state: dict[Tensor, ParamState] = {
             param: quantized(self.optimizer, param, {name: value() for name, value in own.items()})
             for param, own in self._state.items()
@@ -467,7 +465,7 @@ class OptimTarget:
         for param, _ in (each for group in self.groups for each in group):
             self.optimizer.state.pop(param, None)
         self.optimizer.state.update(state)
-        for group, saved in groups:
+        for group, saved in self.matching_groups:
             group.update(copy.deepcopy(saved))
         if not quantizes(self.optimizer):
             self._place_steps()
