@@ -32,16 +32,10 @@ from fsdp_c.compat.errors import first_names
 _ALIGNMENT = 64
 
 
-class _Source(NamedTuple):
-    key: str
-    value: Tensor  # saved value
-    tensor: Tensor  # tensor with the value's memory
-
-
 class _Storage(NamedTuple):
     """Storage to copy, and the start of its copy."""
 
-    sources: list[_Source]
+    tensors: dict[str, Tensor]  # tensors in it, by key
     content: Tensor  # all of its bytes
     at: int
 
@@ -74,39 +68,37 @@ class HostCopies:
         state, None without an optimizer.
         """
         copies: StateDict = dict.fromkeys(flat)
-        sources = []
+        tensors: dict[str, Tensor] = {}  # tensors with the memory of saved values
         for key, value in flat.items():
             if _is_constant(value) or (isinstance(value, RangeTensor) and not value.is_saved):
                 copies[key] = value  # immutable, or not saved by this rank
             elif isinstance(value, Tensor):
-                sources.append(
-                    _Source(key, value, value.local if isinstance(value, RangeTensor) else value.detach())
-                )
+                tensors[key] = value.local if isinstance(value, RangeTensor) else value.detach()
             else:
                 try:
                     copies[key] = pickle_object(value)
                 except TypeError as error:
                     raise CheckpointError(f"{key}: {error}") from error
-        storages = _storages(sources)
+        storages = _storages(tensors)
         on_device = [storage for storage in storages if not storage.content.is_cpu]
         memory = self._memory(storages, pinned=bool(on_device))
         self._watched, self._written = {}, []
         if on_device:
             self._watch(params)
-        streams = {self._copy(storage, memory, paths, optim_key) for storage in on_device}
+        streams = {self._copy(storage, memory, flat, paths, optim_key) for storage in on_device}
         # one call, after the Python part: the copy evicts all caches
-        dtypes = {one.tensor.dtype for storage in storages for one in storage.sources}
+        dtypes = {tensor.dtype for storage in storages for tensor in storage.tensors.values()}
         views = {dtype: memory.view(dtype) for dtype in dtypes}
         for storage in storages:
-            for one in storage.sources:
-                copy = _like(one, storage, views[one.tensor.dtype])
-                copies[one.key] = one.value._like(copy) if isinstance(one.value, RangeTensor) else copy
+            for key, tensor in storage.tensors.items():
+                value, copy = flat[key], _like(tensor, storage, views[tensor.dtype])
+                copies[key] = value._like(copy) if isinstance(value, RangeTensor) else copy
         if on_cpu := [storage for storage in storages if storage.content.is_cpu]:
             places = [_place(storage, memory) for storage in on_cpu]
             torch._foreach_copy_(places, [storage.content for storage in on_cpu])
-        for one in sources:
-            if copies[one.key] is None:
-                copies[one.key] = one.value.detach().to("cpu", copy=True)
+        for key in tensors:
+            if copies[key] is None:
+                copies[key] = flat[key].detach().to("cpu", copy=True)
         self._pending = [stream.record_event() for stream in streams]
         if streams and self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -146,18 +138,24 @@ class HostCopies:
         return self.memory
 
     def _copy(
-        self, storage: _Storage, memory: Tensor, paths: dict[str, PathInDict], optim_key: str | None
+        self,
+        storage: _Storage,
+        memory: Tensor,
+        flat: StateDict,
+        paths: dict[str, PathInDict],
+        optim_key: str | None,
     ) -> Any:
         """Copy a device's storage. Return the stream of the copy."""
         device = storage.content.device
         module = torch.get_device_module(device)
         stream = module.current_stream(device)
-        each = [(one, paths[one.key][0]) for one in storage.sources]
+        tops = {key: paths[key][0] for key in storage.tensors}
         # an optimizer is the next writer
         if all(
-            key == optim_key or (isinstance(one.value, RangeTensor) and key != EXTRA) for one, key in each
+            top == optim_key or (isinstance(flat[key], RangeTensor) and top != EXTRA)
+            for key, top in tops.items()
         ):
-            self._watch((one.key, one.tensor) for one, key in each if key == optim_key)
+            self._watch((key, one) for key, one in storage.tensors.items() if tops[key] == optim_key)
             own = self._streams.get(device) or module.Stream(device)
             self._streams[device] = own
             own.wait_stream(stream)
@@ -187,18 +185,18 @@ def _align(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _storages(sources: list[_Source]) -> list[_Storage]:
-    """Return the storages to copy as a whole, with their sources. Other sources are omitted."""
-    by_storage: dict[tuple[torch.device, int], list[_Source]] = {}
-    for one in sources:
-        tensor = one.tensor
+def _storages(tensors: dict[str, Tensor]) -> list[_Storage]:
+    """Return the storages to copy as a whole, with their tensors. Other tensors are omitted."""
+    by_storage: dict[tuple[torch.device, int], dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
         is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
         if is_plain and not (tensor.is_meta or tensor.is_conj() or tensor.is_neg()):
-            by_storage.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(one)
+            place = tensor.device, tensor.untyped_storage().data_ptr()
+            by_storage.setdefault(place, {})[key] = tensor
     storages, at = [], 0
     for own in by_storage.values():
-        source = max((one.tensor.untyped_storage() for one in own), key=lambda storage: storage.nbytes())
-        if source.nbytes() <= 2 * sum(one.tensor.nbytes for one in own):
+        source = max((one.untyped_storage() for one in own.values()), key=lambda storage: storage.nbytes())
+        if source.nbytes() <= 2 * sum(one.nbytes for one in own.values()):
             content = torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)
             storages.append(_Storage(own, content, at))
             at += _align(content.nbytes)
@@ -209,8 +207,7 @@ def _place(storage: _Storage, memory: Tensor) -> Tensor:
     return memory[storage.at : storage.at + storage.content.nbytes]
 
 
-def _like(source: _Source, storage: _Storage, view: Tensor) -> Tensor:
-    """Return the source's view of the copy; ``view`` is the memory in its dtype."""
-    own = source.tensor
-    offset = storage.at // own.itemsize + int(own.storage_offset())
-    return view.as_strided(own.size(), own.stride(), offset)
+def _like(tensor: Tensor, storage: _Storage, view: Tensor) -> Tensor:
+    """Return the tensor's place in the copy; ``view`` is the memory in its dtype."""
+    offset = storage.at // tensor.itemsize + int(tensor.storage_offset())
+    return view.as_strided(tensor.size(), tensor.stride(), offset)
