@@ -250,31 +250,25 @@ def _entry_of_torch(checkpoint: Checkpoint, key: str, value: Any, stored: list[t
     @functools.cache
     def chunks() -> list[Chunk]:
         with parse_metadata(checkpoint.folder):
-            return _chunks_of_torch(
-                checkpoint, key, shape, dtype, value.chunks, _places(checkpoint, key, stored)
-            )
+            places = _places(checkpoint, key, stored)
+            kinds = {"ChunkStorageMetadata", *map(_kind, value.chunks)}
+            require(len(kinds) == 1, f"{key} has chunks of other kinds: {kinds}")
+            boxes = [(ints(each.offsets, key), check_shape(each.sizes, key)) for each in value.chunks]
+            check_boxes(key, shape, dtype, boxes, checkpoint)
+            found = []
+            for offsets, sizes in boxes:
+                place, nbytes = places.get(offsets) or places.get(None), math.prod(sizes) * dtype.itemsize
+                if place is None:
+                    raise ValueError(f"the chunk {offsets} of {key} has no place in a file")
+                file, start, length = place
+                require(nbytes <= length, f"{key} has {nbytes} bytes in {length} bytes of a file")
+                found.append(Chunk(offsets, sizes, file, start, length))
+            return found
 
     def find(box: Box | None) -> Iterable[Chunk]:
         return (each for each in chunks() if box is None or overlap(box, each[:2]))
 
     return TensorEntry(shape, dtype, find)
-
-
-def _chunks_of_torch(
-    checkpoint: Checkpoint, key: str, shape: tuple[int, ...], dtype: torch.dtype, raw: list[Any], places: Any
-) -> list[Chunk]:
-    kinds = {"ChunkStorageMetadata", *map(_kind, raw)}
-    require(len(kinds) == 1, f"{key} has chunks of other kinds: {kinds}")
-    boxes = [(ints(each.offsets, key), check_shape(each.sizes, key)) for each in raw]
-    check_boxes(key, shape, dtype, boxes, checkpoint)
-    found = []
-    for offsets, sizes in boxes:
-        place, nbytes = places.get(offsets) or places.get(None), math.prod(sizes) * dtype.itemsize
-        require(place, f"the chunk {offsets} of {key} has no place in a file")
-        file, start, length = place
-        require(nbytes <= length, f"{key} has {nbytes} bytes in {length} bytes of a file")
-        found.append(Chunk(offsets, sizes, file, start, length))
-    return found
 
 
 # ----------------------------------------------------------------- the pickle

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, contents, metadata
+from fsdp_c.checkpoint import CheckpointError, metadata
 from tests.checkpoints import killed_at, loaded_version, model_of, pickle_of, quick_disk, save, torch_save
 
 quick_disk = pytest.fixture(autouse=True)(quick_disk)
@@ -164,13 +164,13 @@ def test_a_load_looks_only_at_the_parts_of_what_it_reads(tmp_path: Path) -> None
     prepare(path, "torch's")
     model, _ = model_of(-1)
     looked_at: list[str] = []
-    chunks = metadata._chunks_of_torch
+    check_boxes = metadata.check_boxes
 
-    def noted(found: contents.Checkpoint, key: str, *rest: Any) -> list[contents.Chunk]:
+    def noted(key: str, *rest: Any) -> None:
         looked_at.append(key)
-        return chunks(found, key, *rest)
+        check_boxes(key, *rest)
 
-    with mock.patch.object(metadata, "_chunks_of_torch", noted):
+    with mock.patch.object(metadata, "check_boxes", noted):
         checkpoint.load(model, None, path)
     assert sorted(looked_at) == ["model.0.bias", "model.0.weight", "model.1.bias", "model.1.weight"]
     assert all((param == 1).all() for param in model.parameters())
