@@ -72,7 +72,7 @@ def boxes_of_pieces(held: Held, max_nbytes: int) -> Sequence[HeldBox]:
     outer = sizes if order is None else tuple(sizes[dim] for dim in order)
     step = max_nbytes // held.dtype.itemsize
     start, end = held.start, held.start + held.numel
-    parts = [] if math.prod(sizes) else [((0,) * len(sizes), outer)]
+    parts = [] if math.prod(held.shape) else [((0,) * len(sizes), outer)]
     while start < end:
         following = min(end, (start // step + 1) * step)
         parts += _C.flat_range_boxes(outer, start, following)

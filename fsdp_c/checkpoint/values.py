@@ -87,8 +87,7 @@ class RangeTensor(Tensor):
     @functools.cached_property
     def boxes(self) -> dict[Offsets, Tensor]:
         """Views of ``local`` in the shapes of the boxes, by the boxes' offsets. None is larger than a piece."""
-        is_nothing = not self.local.numel() and self.shape.numel()
-        return {} if is_nothing else boxes_of(self.local, self.held)
+        return boxes_of(self.local, self.held)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's idiom
 
