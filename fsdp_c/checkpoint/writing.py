@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,23 +67,19 @@ def _write_of(key: str, value: Any) -> _Write:
     return _Write(key, whole, lambda: boxes_of(to_memory_order(value, order), whole).values(), value)
 
 
+@dataclass
 class Writer:
     """Part of a save on one rank: its plan; its file, in the folder ``data``; and on the first rank the publication.
 
     See [Note: In place at once].
     """
 
-    def __init__(
-        self, state: StateDict, paths: dict[str, PathInDict], data: Path, contested: dict[str, HeldUnit]
-    ) -> None:
-        """Store the arguments. ``paths``: of the keys of ``state`` in nested containers. ``contested``: units
-        by name.
-        """
-        self.contested = contested
-        self.state, self.paths = state, paths
-        self.data = data
-        self.planned = Planned([], [])  # plan of all ranks
-        self.writes: list[list[_Write]] = []  # writes by part of this rank's plan
+    state: StateDict
+    paths: dict[str, PathInDict]  # of the keys of ``state`` in nested containers
+    data: Path
+    contested: dict[str, HeldUnit]  # units by name
+    planned: Planned = field(init=False)  # plan of all ranks
+    writes: list[list[_Write]] = field(init=False)  # writes by part of this rank's plan
 
     def plan(self) -> tuple[RankPlan, Checksums]:
         """Return this rank's plan, and the checksums of its contested names."""
