@@ -199,24 +199,23 @@ def _rows_by_group(
     plans: Sequence[RankPlan], lists: dict[bytes, list[PathInDict]]
 ) -> list[tuple[list[PathInDict], list[_Row]]]:
     """Return groups of keys that are in the same lists, with the parts that contain them."""
-    found_in: dict[PathInDict, list[tuple[int, int]]] = {}  # (list, position in it) by path
-    for index, paths in enumerate(lists.values()):
+    found_in: dict[PathInDict, list[tuple[bytes, int]]] = {}  # (list, position in it) by path
+    for packed, paths in lists.items():
         for position, path in enumerate(paths):
-            found_in.setdefault(path, []).append((index, position))
-    together: dict[tuple[int, ...], list[PathInDict]] = {}
+            found_in.setdefault(path, []).append((packed, position))
+    together: dict[tuple[bytes, ...], list[PathInDict]] = {}
     for path, places in found_in.items():
-        together.setdefault(tuple(index for index, _ in places), []).append(path)
+        together.setdefault(tuple(packed for packed, _ in places), []).append(path)
     groups: list[tuple[list[PathInDict], list[_Row]]] = [(paths, []) for paths in together.values()]
-    of_list: list[list[tuple[list[_Row], Positions]]] = [[] for _ in lists]
+    of_list: dict[bytes, list[tuple[list[_Row], Positions]]] = {packed: [] for packed in lists}
     for paths, rows in groups:
-        for nth, (index, first) in enumerate(found_in[paths[0]]):
+        for nth, (packed, first) in enumerate(found_in[paths[0]]):
             positions: Positions = [found_in[path][nth][1] for path in paths]
             run = range(first, first + len(positions))  # a range pickles in a few bytes; the usual case
-            of_list[index].append((rows, run if positions == [*run] else positions))
-    places_of = dict(zip(lists, of_list, strict=True))
+            of_list[packed].append((rows, run if positions == [*run] else positions))
     for rank, plan in enumerate(plans):
         for number, part in enumerate(plan):
-            for rows, positions in places_of[part.packed]:
+            for rows, positions in of_list[part.packed]:
                 rows.append(_Row(rank, number, part.held, positions))
     return groups
 
