@@ -13,7 +13,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from fsdp_c import _C
 from fsdp_c.checkpoint import background
-from fsdp_c.checkpoint.contents import Checkpoint, PathInDict, TensorEntry
+from fsdp_c.checkpoint.contents import Checkpoint, Entry, PathInDict, TensorEntry
 from fsdp_c.checkpoint.folder import CheckpointError, StrPath, check_path, retry_if_replaced
 from fsdp_c.checkpoint.model_state import (
     EXTRA,
@@ -199,22 +199,15 @@ class _Loading:
 
 def _rename_uncompiled(checkpoint: Checkpoint) -> None:
     """Rename entries, unless two would have one name, to the names of an uncompiled model."""
-    keys: dict[str, str] = {}
-    for key in checkpoint.entries:
-        new = key if key.startswith(f"{EXTRA}.") else uncompiled(key)
-        if new not in checkpoint.entries:
-            keys.setdefault(new, key)
-    renamed = {key: new for new, key in keys.items()}
-
-    def path_of(key: str, path: PathInDict) -> PathInDict:
-        if key not in renamed:
-            return path
-        names = next((index + 1 for index, each in enumerate(path) if EXTRA_STATE in str(each)), len(path))
-        renamed_part = (uncompiled(each) if isinstance(each, str) else each for each in path[:names])
-        return (*renamed_part, *path[names:])
-
-    if renamed:
-        checkpoint.entries = {renamed.get(key, key): entry for key, entry in checkpoint.entries.items()}
-        checkpoint.paths = {
-            renamed.get(key, key): path_of(key, path) for key, path in checkpoint.paths.items()
-        }
+    entries: dict[str, Entry] = {}
+    paths: dict[str, PathInDict] = {}
+    for key, entry in checkpoint.entries.items():
+        new, path = uncompiled(key), checkpoint.paths[key]
+        if key.startswith(f"{EXTRA}.") or new in checkpoint.entries or new in entries:
+            new = key
+        else:
+            names = next((at + 1 for at, each in enumerate(path) if EXTRA_STATE in str(each)), len(path))
+            renamed = [uncompiled(each) if isinstance(each, str) else each for each in path[:names]]
+            path = (*renamed, *path[names:])
+        entries[new], paths[new] = entry, path
+    checkpoint.entries, checkpoint.paths = entries, paths
