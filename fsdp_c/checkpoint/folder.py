@@ -435,15 +435,8 @@ def _remove(data: Path) -> None:
 # ----------------------------------------------------------------- sibling checkpoints: runs/lm/step-000200
 
 
-class _Name(NamedTuple):
-    before: str
-    number: int
-    after: str
-
-    @classmethod
-    def of(cls, name: str) -> _Name | None:
-        found = re.fullmatch(r"(.*?)([0-9]+)([^0-9]*)", name)
-        return cls(found[1], int(found[2]), found[3]) if found and not name.startswith(".") else None
+# (text before the last number, the number, text after it)
+_NAME = re.compile(r"(?!\.)(.*?)([0-9]+)([^0-9]*)")
 
 
 def latest(folder: StrPath) -> Path | None:
@@ -455,10 +448,11 @@ def latest(folder: StrPath) -> Path | None:
     """
     check_path(folder)
     try:
-        found = [(name.number, path) for path in Path(folder).iterdir() if (name := _Name.of(path.name))]
+        names = [(_NAME.fullmatch(path.name), path) for path in Path(folder).iterdir()]
     except FileNotFoundError:
         return None
-    return next((path for _, path in sorted(found, reverse=True) if is_complete(path)), None)
+    found = sorted(((int(name[2]), path) for name, path in names if name), reverse=True)
+    return next((path for _, path in found if is_complete(path)), None)
 
 
 def check_keep(path: Path, keep: int | None) -> None:
@@ -467,7 +461,7 @@ def check_keep(path: Path, keep: int | None) -> None:
         return
     if keep < 1:
         raise ValueError(f"keep={keep} would remove the checkpoint that is saved. Pass 1 or more, or None")
-    if _Name.of(path.name) is None:
+    if _NAME.fullmatch(path.name) is None:
         raise ValueError(
             f"keep={keep}: {path} has no number in its name, by which older checkpoints are found. "
             "Choose a name such as step-100"
@@ -480,21 +474,21 @@ def remove_older(path: Path, keep: int) -> None:
     Only siblings whose names differ from its name in the last number are considered, links to folders
     excepted. Warns if one cannot be removed.
     """
-    own = _Name.of(path.name)
+    own = _NAME.fullmatch(path.name)
     assert own is not None
     others = []
     for each in path.parent.iterdir():
-        name = _Name.of(each.name)
+        name = _NAME.fullmatch(each.name)
         is_folder = each != path and each.is_dir() and not each.is_symlink()
-        if name and (name.before, name.after) == (own.before, own.after) and is_folder:
-            others.append((name.number, each))
+        if name and name.group(1, 3) == own.group(1, 3) and is_folder:
+            others.append((int(name[2]), each))
     kept = 1
     for number, each in sorted(others, reverse=True):
         try:
             if is_complete(each) and kept < keep:
                 kept += 1
             # an incomplete one with a larger number may be another job's save
-            elif is_complete(each) or number < own.number:
+            elif is_complete(each) or number < int(own[2]):
                 if _data_in(each) or _files_of_torch(each) or (each / LOCK).exists():
                     remove_checkpoint(each)
         except (CheckpointError, OSError) as error:
