@@ -24,7 +24,7 @@ from fsdp_c.checkpoint.model_state import (
 )
 from fsdp_c.checkpoint.optim_state import Optimizers, OptimTarget, as_list
 from fsdp_c.checkpoint.rank_group import RankGroup
-from fsdp_c.checkpoint.storage import Item, items_of, read_checkpoint, read_entries, read_items, read_nested
+from fsdp_c.checkpoint.storage import Item, items_of, read_checkpoint, read_items, read_nested
 from fsdp_c.checkpoint.values import RangeTensor
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding.holders import group_of_model
@@ -114,7 +114,6 @@ class _Loading:
         self.items = {key: self._read_items(key, target) for key, target in self.targets.items()}
         self.checkpoint.keep_open(item.chunk.file for items in self.items.values() for item in items)
         for optim in self.optims:
-            optim.values |= read_entries(self.checkpoint, optim.early_keys)
             optim.check()
         self.extra_states = {key: read_nested(self.checkpoint, key) for key in self.extra_state_keys}
         self.extra: StateDict = read_nested(self.checkpoint, EXTRA) or {}

@@ -20,7 +20,7 @@ from fsdp_c.checkpoint.contents import Checkpoint, PathInDict, TensorEntry
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.model_state import check_names, part_value, uncompiled
 from fsdp_c.checkpoint.planning import path_below
-from fsdp_c.checkpoint.storage import set_nested
+from fsdp_c.checkpoint.storage import read_entries, set_nested
 from fsdp_c.checkpoint.values import RangeTensor, in_box, map_tensors, whole_value
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.compat.errors import first_names
@@ -451,7 +451,8 @@ class OptimTarget:
     # ------------------------------------------------------------- update of the optimizer
 
     def check(self) -> None:
-        """Raise ValueError for other groups, or differing scalars. Called once ``early_keys`` have been read."""
+        """Read ``early_keys``. Raise ValueError for other groups, or differing scalars."""
+        self.values |= read_entries(self.checkpoint, self.early_keys)
         self.matching_groups = [*self._groups()]
         for value in (value for own in self._state.values() for value in own.values()):
             value()
