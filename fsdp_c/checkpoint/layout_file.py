@@ -188,12 +188,12 @@ class _Layout:
         """Implement ``TensorEntry.find`` for key number ``slot`` of a group of ``keys`` equally divided tensors."""
         with _parse_layout(self.path):
             for each in stored:
-                for first, parts in each.ranges(box):
+                for number in each.ranges(box):
+                    parts = each.parts(number)
+                    first = each.at + each.before[number] * keys + slot * len(parts)
                     for nth, part in enumerate(parts):
                         if box is None or overlap(box, part[:2]):
-                            yield self._chunk(
-                                key, each.at + first * keys + slot * len(parts) + nth, part, each.held
-                            )
+                            yield self._chunk(key, first + nth, part, each.held)
 
     def _chunk(self, key: str, number: int, part: HeldBox, held: Held) -> Chunk:
         start, before, crc32, rank = self.record(number)
@@ -211,12 +211,11 @@ class _StoredBox(NamedTuple):
     at: int  # its first record
     piece_nbytes: int
 
-    def ranges(self, box: Box | None) -> Iterator[tuple[int, Sequence[HeldBox]]]:
-        """Return (number of preceding pieces, boxes) of ranges that may intersect ``box``; of all for None."""
-        numbers = range(len(self.starts)) if box is None else self._numbers(*box)
-        return map(self._range, numbers)
-
-    def _numbers(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[int]:
+    def ranges(self, box: Box | None) -> Iterable[int]:
+        """Return the numbers of the ranges that may intersect ``box``; all for None."""
+        if box is None:
+            return range(len(self.starts))
+        offsets, sizes = box
         first = last = 0
         step = 1
         for dim in reversed(range(len(self.held.sizes)) if self.held.order is None else self.held.order):
@@ -228,7 +227,8 @@ class _StoredBox(NamedTuple):
             step *= self.held.sizes[dim]
         return range(bisect_right(self.starts, first) - 1, bisect_right(self.starts, last))
 
-    def _range(self, number: int) -> tuple[int, Sequence[HeldBox]]:
+    def parts(self, number: int) -> Sequence[HeldBox]:
+        """Return the boxes of a range."""
         start, end = [*self.starts[number : number + 2], self.held.numel][:2]
         numel, count = end - start, self.before[number + 1] - self.before[number]
         # bounds the number of computed boxes by that of records
@@ -236,4 +236,4 @@ class _StoredBox(NamedTuple):
         require(0 <= numel <= self.held.numel - start and fits, "its ranges overlap, or pieces are missing")
         boxes = boxes_of_pieces(self.held._replace(start=start, numel=numel), self.piece_nbytes)
         require(len(boxes) == count, f"{count} pieces, but {len(boxes)} boxes")
-        return self.before[number], boxes
+        return boxes
