@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -54,14 +55,11 @@ def uncompiled(name: str) -> str:
 
 def check_names(names: Iterable[str]) -> None:
     """Raise ValueError if two values have one name: in a module called ``_orig_mod`` by the user, and beside it."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise ValueError(
-                f"two values of the model are named {name} without torch.compile's prefix _orig_mod: rename the "
-                "module called _orig_mod"
-            )
-        seen.add(name)
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(
+            f"two values of the model are named {twice[0]} without torch.compile's prefix _orig_mod: rename the "
+            "module called _orig_mod"
+        )
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
