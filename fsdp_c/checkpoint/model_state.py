@@ -175,10 +175,8 @@ def _in_order(
             yield prefix + name, value
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield (
-                    prefix + name,
-                    map_tensors(prefix + name, buffer.to(dtype=original.get((module, name))), whole_value),
-                )
+                value = buffer.to(dtype=original.get((module, name)))
+                yield prefix + name, map_tensors(prefix + name, value, whole_value)
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             key = prefix + EXTRA_STATE
             yield key, map_tensors(key, module.get_extra_state(), unless_part)
