@@ -19,8 +19,7 @@ class RankGroup:
     """The ranks that save or load together; this one alone without torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        is_distributed = dist.is_available() and dist.is_initialized()
-        self.group = (group or _get_default_group()) if is_distributed else None
+        self.group = (group or _get_default_group()) if dist.is_initialized() else None
         self.rank, self.size = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
         self.is_first = self.rank == 0
 

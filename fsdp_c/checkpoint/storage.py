@@ -215,7 +215,7 @@ def _finish(checkpoint: Checkpoint, job: list[_Part], filled: Future[None]) -> N
 
 def reading_threads() -> int:
     """Return this rank's share of the processors available to its process, at most 8."""
-    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
