@@ -124,8 +124,7 @@ def problems(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _export(args: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(args.path)
-    dtype = CASTS[args.dtype] if args.dtype else None
-    tensors, files = export(checkpoint, args.target, dtype, args.model_key)
+    tensors, files = export(checkpoint, args.target, CASTS.get(args.dtype), args.model_key)
     others = len(checkpoint.entries) - tensors
     _print(f"{args.target}: {tensors} tensors in {files} files; left out: {others} other entries")
     return 0

@@ -105,8 +105,8 @@ def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None, model_key: str) 
                 f"{checkpoint.folder}: {key} is a flat parameter of LOCAL_STATE_DICT, without the names of its "
                 "parameters: load it into the model, and save that with fsdp_c.checkpoint.save"
             )
-        is_cast = dtype is not None and entry.dtype.is_floating_point and entry.dtype.itemsize > 1
-        tensor = _Tensor(key, name, entry.shape, dtype if is_cast and dtype else entry.dtype)
+        cast = dtype if entry.dtype.is_floating_point and entry.dtype.itemsize > 1 else None
+        tensor = _Tensor(key, name, entry.shape, cast or entry.dtype)
         if tensor.dtype not in _NAMES or name == "__metadata__":
             raise CheckpointError(
                 f"{checkpoint.folder}: {key} of {tensor.dtype} cannot be written: safetensors have no such dtype or "
