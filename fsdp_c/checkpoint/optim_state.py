@@ -33,8 +33,11 @@ from fsdp_c.state.sharded_values import split_shard
 from fsdp_c.state.whole_state import WholeState
 
 
-def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
-    """Return the parameters that an optimizer of ``model`` may hold, also for a model without units."""
+def _params_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[list[tuple[nn.Parameter, OptimParam]]]:
+    """Return the parameters of each group. Raise ValueError for a parameter of another model."""
+    check_optimizer(optimizer)
     if units_of(model):
         by_param = OptimParams(model).by_param
     else:
@@ -42,15 +45,6 @@ def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
         by_param = {param: OptimParam(name, (name,), None, ()) for name, param in named}
     known = {param: each._replace(fqns=tuple(map(uncompiled, each.fqns))) for param, each in by_param.items()}
     check_names(fqn for each in known.values() for fqn in each.fqns)
-    return known
-
-
-def _params_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> list[list[tuple[nn.Parameter, OptimParam]]]:
-    """Return the parameters of each group. Raise ValueError for a parameter of another model."""
-    check_optimizer(optimizer)
-    known = known_params(model)
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         strangers = [tuple(param.shape) for param in group["params"] if param not in known]
