@@ -111,13 +111,13 @@ class _Layout:
         """Create the entries and paths of ``checkpoint``, which keeps the file open. ``data``: name of its folder."""
         self.path, self.checkpoint, self.data = path, checkpoint, data
         self.file = checkpoint.held[f"{data}/{LAYOUT}"] = path.open("rb")
-        self.nbytes = os.fstat(self.file.fileno()).st_size
+        size = os.fstat(self.file.fileno()).st_size
         self.blocks: dict[int, bytes] = {}
         self.records_at = 0  # number of the next record
         magic, nbytes, crc32 = _HEAD.unpack(self._read(0, _HEAD.size))
         self.begin = _HEAD.size + nbytes
-        require(magic == MAGIC and self.begin <= self.nbytes, "it is truncated, or not a layout")
-        self.records = (self.nbytes - self.begin) // RECORD.size
+        require(magic == MAGIC and self.begin <= size, "it is truncated, or not a layout")
+        self.records = (size - self.begin) // RECORD.size
         text = self._read(_HEAD.size, nbytes)
         require(zlib.crc32(text) == crc32, "its checksum does not match")
         header = json.loads(text)
