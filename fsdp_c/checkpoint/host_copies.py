@@ -110,11 +110,10 @@ class HostCopies:
             event.synchronize()
         self._record_writes()
         self._pending, self._held = [], []
-        written, self._written = self._written, []
-        if written:
-            were = "was" if len(written) == 1 else "were"
+        if self._written:
+            were = "was" if len(self._written) == 1 else "were"
             raise CheckpointError(
-                f"{first_names(written)} {were} written to, other than by an optimizer's step, before "
+                f"{first_names(self._written)} {were} written to, other than by an optimizer's step, before "
                 "this save had copied them. Call wait() on the save before such writes"
             )
 
