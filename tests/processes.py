@@ -17,6 +17,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 GRACE_S = 5.0  # time for the other ranks of a script once one has failed
@@ -116,6 +117,13 @@ def run_script(
             process.join()
         texts = [(Path(folder) / name).read_text() for name in ("1", "2")]
         return subprocess.CompletedProcess(command, status, *texts)
+
+
+def output_of_script(script: Path, *arguments: str, **options: Any) -> str:
+    """Run a script on forked ranks and return what they print. Asserts that none fails."""
+    done = run_script(script, *arguments, **options)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stdout
 
 
 def _run_script(folder: str, rank: int, command: list[str], cwd: Path, variables: dict[str, str]) -> None:

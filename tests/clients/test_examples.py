@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from tests.clients.support import ON_CPU, ROOT, environment, require, train_reference
-from tests.processes import output_of_python, run_python, run_script
+from tests.processes import output_of_script, run_python
 
 require("accelerate", "lightning", "peft", "transformers", "trl", "bitsandbytes")
 
@@ -60,13 +60,6 @@ if kept:
 """
 
 
-def torchrun(folder: Path, *command: str | Path, **settings: str) -> str:
-    options = ("--standalone", "--nproc-per-node", "2")
-    return output_of_python(
-        "-m", "torch.distributed.run", *options, *command, cwd=folder, **environment(**settings)
-    )
-
-
 def with_library(
     folder: Path, implementation: str, script: str, *arguments: str, **settings: str
 ) -> list[float]:
@@ -75,10 +68,9 @@ def with_library(
     launch.write_text(LAUNCH)
     settings["ACCELERATE_USE_CPU"] = str(ON_CPU)
     command = (implementation, str(EXAMPLES / script), *arguments)
-    done = run_script(launch, *command, cwd=folder, **settings)
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert done.stdout.count(f"wrapped by fsdp_c: {implementation == 'fsdp_c'}") == 2, done.stdout
-    return losses_in(done.stdout)
+    output = output_of_script(launch, *command, cwd=folder, **settings)
+    assert output.count(f"wrapped by fsdp_c: {implementation == 'fsdp_c'}") == 2, output
+    return losses_in(output)
 
 
 def losses_in(output: str) -> list[float]:
@@ -117,7 +109,7 @@ def test_losses_are_those_of_models_that_are_not_sharded(command, tmp_path):
 # PEFT reads the deprecated property of transformers
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_adapters_beside_4_bit_weights_train_as_unsharded(tmp_path):
-    losses = losses_in(torchrun(tmp_path, str(EXAMPLES / "qlora.py")))
+    losses = losses_in(output_of_script(EXAMPLES / "qlora.py", cwd=tmp_path))
     example = runpy.run_path(str(EXAMPLES / "qlora.py"))
     model = example["build_model"](torch.device("cpu"))
     four_bits = [param for param in model.parameters() if type(param).__name__ == "Params4bit"]

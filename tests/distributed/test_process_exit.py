@@ -120,9 +120,7 @@ def test_destroyed_groups_end_their_threads_before_the_interpreter_ends(
 
 @pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.parametrize(("what", "said"), [("keep", "forward works"), ("fork", "child: 0")])
-def test_groups_not_destroyed_and_forked_children_hold_nothing_up(
-    tmp_path: Path, what: str, said: str
-) -> None:
+def test_kept_groups_and_forked_children_hold_nothing_up(tmp_path: Path, what: str, said: str) -> None:
     """Groups serve to the end. A child does not wait for threads that it has not."""
     ends = run(tmp_path, what)
     assert_ended_well(ends)

@@ -1,6 +1,4 @@
-"""Scripts of examples/: one that does not mention fsdp_c, with torch and under ``torchrun -m fsdp_c``; ema.py;
-weight_sync.py.
-"""
+"""Scripts of examples/: plain_torchrun.py with torch and under ``torchrun -m fsdp_c``; ema.py; weight_sync.py."""
 
 from __future__ import annotations
 
@@ -12,24 +10,18 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.processes import ROOT, run_python, run_script
+from tests.processes import ROOT, output_of_script, run_python
 
 pytestmark = pytest.mark.slow
 
-PLAIN = ROOT / "examples" / "plain_torchrun.py"
+EXAMPLES = ROOT / "examples"
+PLAIN = EXAMPLES / "plain_torchrun.py"
 WIDTH, ROWS, HELD_OUT, STEPS = 32, 12, 1 << 20, 6  # of ema.py
-
-
-def run_example(name: str, *arguments: str, ranks: int = 2) -> str:
-    """Return what an example prints."""
-    done = run_script(ROOT / "examples" / name, *arguments, ranks=ranks)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 def test_losses_of_an_unchanged_script_are_bitwise_those_of_torch() -> None:
     assert "fsdp_c" not in PLAIN.read_text().split('"""')[2]  # after its docstring
-    torchs = run_example(PLAIN.name, "--steps", "4", "--bf16")
+    torchs = output_of_script(PLAIN, "--steps", "4", "--bf16")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fsdp_c"]
     settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_LOGS": "fsdp_c"}
     done = run_python(*launcher, PLAIN, "--steps", "4", "--bf16", cwd=ROOT, **settings)
@@ -49,7 +41,7 @@ def test_ema_averages_as_the_plain_model_on_any_number_of_ranks(tmp_path: Path) 
     found = []
     for ranks, resume in ((2, []), (3, ["--resume"])):
         arguments = ["--steps", str(STEPS), "--out", str(tmp_path), *resume]
-        printed = run_example("ema.py", *arguments, ranks=ranks)
+        printed = output_of_script(EXAMPLES / "ema.py", *arguments, ranks=ranks)
         (losses,) = re.findall(r"step \d+: held-out loss (\S+), with the average (\S+)", printed)
         found += map(float, losses)
     torch.manual_seed(0)
@@ -70,7 +62,7 @@ def test_ema_averages_as_the_plain_model_on_any_number_of_ranks(tmp_path: Path) 
 
 
 def test_weight_sync_gives_an_engine_in_another_process_the_weights_of_each_step() -> None:
-    printed = run_example("weight_sync.py")
+    printed = output_of_script(EXAMPLES / "weight_sync.py")
     differences = [float(one) for one in re.findall(r"differ by (\S+)", printed)]
     assert len(differences) == 4 and max(differences) < 1e-5
     losses = [float(one) for one in re.findall(r"loss (\S+),", printed)]

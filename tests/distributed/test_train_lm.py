@@ -5,14 +5,15 @@ bad input.
 import math
 import os
 import shutil
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.processes import ROOT, run_script
+from tests.processes import ROOT, output_of_script, run_script
 
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -33,24 +34,17 @@ SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", str(CONT
 SHORT = "--steps 4 --warmup 1 --eval-every 2 --eval-batches 1 --checkpoint-every 2".split()
 
 
-def train(*flags: str, world_size: int = 2) -> subprocess.CompletedProcess[str]:
-    """Run the script on ranks of this machine."""
+def train(*flags: str, world_size: int = 2, run: Callable[..., Any] = output_of_script) -> Any:
+    """Run the script on ranks of this machine and return its output."""
     command = [*SMALL, *SHORT, "--sample-bytes", "8", *flags, "--device", device_type()]
-    return run_script(EXAMPLES / "train_lm.py", *command, ranks=world_size)
-
-
-def succeed(*flags: str, world_size: int = 2) -> str:
-    """Run the script and return its output. A failure shows the error output."""
-    done = train(*flags, world_size=world_size)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return run(EXAMPLES / "train_lm.py", *command, ranks=world_size)
 
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the folder of a complete run compared with torch's FSDP1, and its output."""
     out = tmp_path_factory.mktemp("lm") / "run"
-    return out, succeed("--out", str(out), "--against", "torch")
+    return out, train("--out", str(out), "--against", "torch")
 
 
 def plain_state(path: Path) -> dict[str, torch.Tensor]:
@@ -83,7 +77,7 @@ def test_training_equals_torch_fsdp1_bit_for_bit(finished_run: tuple[Path, str])
 
 def test_resuming_continues_as_if_never_interrupted(finished_run: tuple[Path, str], tmp_path: Path) -> None:
     out, _ = finished_run
-    succeed("--out", str(tmp_path / "resumed"), "--resume", str(out / "step-000002"))
+    train("--out", str(tmp_path / "resumed"), "--resume", str(out / "step-000002"))
     assert differences(out / "step-000004", tmp_path / "resumed" / "step-000004") == []
 
 
@@ -92,7 +86,7 @@ def test_resume_auto_passes_over_a_damaged_checkpoint(finished_run: tuple[Path, 
     shutil.copytree(out, tmp_path / "run")
     for file in (tmp_path / "run" / "step-000004").rglob("*.distcp"):
         os.truncate(file, file.stat().st_size // 2)
-    printed = succeed("--out", str(tmp_path / "run"), "--resume", "auto")
+    printed = train("--out", str(tmp_path / "run"), "--resume", "auto")
     assert "trying the one before" in printed
     assert "resumed from" in printed
     assert differences(out / "step-000004", tmp_path / "run" / "step-000004") == []
@@ -104,16 +98,16 @@ def test_resuming_with_another_number_of_ranks_strategy_and_implementation(
     """The first step after a resume starts from the same parameters, also in torch's FSDP."""
     out, _ = finished_run
     flags = ["--resume", str(out / "step-000002"), "--steps", "2"]
-    succeed(
+    train(
         "--out", str(tmp_path / "1"), *flags, "--strategy", "shard_grad_op", "--use-orig-params", world_size=1
     )
-    printed = succeed("--out", str(tmp_path / "2"), *flags, "--impl", "torch", "--steps", "4")
+    printed = train("--out", str(tmp_path / "2"), *flags, "--impl", "torch", "--steps", "4")
     assert "2 of 4 steps done" in printed
     assert_same(*(plain_state(path / "step-000004") for path in (out, tmp_path / "2")))
 
 
 def test_missing_data_is_one_error_and_writes_nothing(tmp_path: Path) -> None:
-    done = train("--out", str(tmp_path / "run"), "--data", str(tmp_path / "nowhere.txt"))
+    done = train("--out", str(tmp_path / "run"), "--data", str(tmp_path / "nowhere.txt"), run=run_script)
     assert done.returncode != 0
     assert done.stderr.count(f"error: {tmp_path}/nowhere.txt: no such file or folder") == 1
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from itertools import cycle
+from itertools import cycle, product
 from unittest import mock
 
 import pytest
@@ -65,14 +65,11 @@ def one_block_in_eval_step(run: Run) -> None:
 
 def grid() -> Iterator[Point]:
     precisions = sorted(PRECISIONS.keys() - {"cast_inputs"})  # there the inputs are in low precision
-    for precision, strategy in zip(precisions, cycle(STRATEGIES)):
-        for orig in (True, False):
-            yield Point("interleaved", strategy, orig, precision, "sgd")
-    for orig in (True, False):
-        for name in ("root_without_parameters", "prefetch_forward"):
-            for precision in ("bf16_reduce_fp32", "reduce_bf16"):
-                yield Point(name, "FULL_SHARD", orig, precision, "sgd")
-        yield Point("one_block_in_eval", "FULL_SHARD", orig, "cast_inputs", "sgd")
+    for (precision, strategy), orig in product(zip(precisions, cycle(STRATEGIES)), (True, False)):
+        yield Point("interleaved", strategy, orig, precision, "sgd")
+    cases = [*product(("root_without_parameters", "prefetch_forward"), ("bf16_reduce_fp32", "reduce_bf16"))]
+    for (name, precision), orig in product([*cases, ("one_block_in_eval", "cast_inputs")], (True, False)):
+        yield Point(name, "FULL_SHARD", orig, precision, "sgd")
 
 
 SCENARIOS = {
