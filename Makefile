@@ -60,9 +60,10 @@ ON_ANY_DEVICE := tests/distributed tests/parity tests/faults/test_every_point.py
 PART := 48
 WORKERS ?= 2
 SHARD ?= 1/1
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --shard $(SHARD)
+OPTIONS = -n $(WORKERS) --shard $(SHARD) --durations 10 --durations-min 5
+PYTEST = $(BIN)/python -m pytest $(OPTIONS)
 # A simulated GPU (docs/testing.md), built into build/simulated_gpu when stale.
-SIMULATED = $(BIN)/python -m tests.simulated_gpu -m pytest -n $(WORKERS) --shard $(SHARD)
+SIMULATED = $(BIN)/python -m tests.simulated_gpu -m pytest $(OPTIONS)
 
 test: build ## the quick tests, and a fixed part of the others that covers every file of the product
 	$(PYTEST) --part 1 $(QUICK)
