@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+LIMIT_S = 600.0  # for a script on ranks
 GRACE_S = 5.0  # time for the other ranks of a script once one has failed
 PRELOAD = [
     "torch",
@@ -82,12 +83,7 @@ def run_ranks(
 
 
 def run_script(
-    script: Path,
-    *arguments: str,
-    ranks: int = 2,
-    cwd: Path = ROOT,
-    timeout_s: float = 600.0,
-    **variables: str,
+    script: Path, *arguments: str, ranks: int = 2, cwd: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on forked ranks as torchrun does: an error of one rank ends the others.
 
@@ -107,14 +103,15 @@ def run_script(
         for process in running:
             process.start()
         status = 0
-        while running and wait([process.sentinel for process in running], GRACE_S if status else timeout_s):
+        while running and wait([process.sentinel for process in running], GRACE_S if status else LIMIT_S):
             ended = [process for process in running if process.exitcode is not None]
             running = [process for process in running if process not in ended]
             status = next((process.exitcode for process in ended if process.exitcode), status)
-        assert status or not running, f"ranks still run after {timeout_s:g} s"
+        hangs = running and not status
         for process in running:
             process.kill()
             process.join()
+        assert not hangs, f"ranks still run after {LIMIT_S:g} s"
         texts = [(Path(folder) / name).read_text() for name in ("1", "2")]
         return subprocess.CompletedProcess(command, status, *texts)
 
