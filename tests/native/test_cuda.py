@@ -1,6 +1,5 @@
 """The CUDA kernels without a GPU: emulated and compared with the CPU's kernels. nvcc compiles them in .ci/wheel."""
 
-import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 from tests.libraries import KERNEL_FLAGS
 from tests.native.test_native import CSRC, NATIVE, compiler, run, sanitizers  # noqa: F401  (fixtures)
 
-ROOT = NATIVE.parents[1]
 KERNELS = CSRC / "kernels"
 EMULATION = [*KERNEL_FLAGS, "-O0", "-g", "-Wshadow", f"-I{CSRC}", f"-I{NATIVE}"]
 EMULATION += ["-DMAX_STRIDED_NUMEL=5000", "-DCUDA_THREADS=32"]
@@ -16,12 +14,8 @@ EMULATION += ["-include", str(NATIVE / "cuda_emulation.h"), "-x", "c++"]
 C = ["-std=c11", "-O1", "-g", "-ffp-contract=off", f"-I{CSRC}"]
 
 
-def call(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | environment)
-
-
 def compile_to(output: Path, *command: str) -> None:
-    done = call(*command, "-o", str(output))
+    done = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
