@@ -127,7 +127,7 @@ def _check_state(fsdp_module: ShardedModule) -> None:
 
 
 def check_idle(fsdp_module: ShardedModule, summoned: bool = True) -> None:
-    """Raise AssertionError unless the unit's handle is idle, or summoned if ``summoned``."""
+    """Recover from a failed backward. Raise AssertionError unless the unit is idle, or summoned if ``summoned``."""
     if fsdp_module._unit.runtime is not None:
         fsdp_module._unit.runtime.recover()
     state = handle_of(fsdp_module).training_state
