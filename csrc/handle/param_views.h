@@ -74,10 +74,8 @@ void param_views_mark_assigned(struct param_views *param_views);
 /* Without use_orig_params: move views that torch.func.functional_call has restored as parameters back to
  * plain attributes. Return 0 or -1. */
 int param_views_restore_attributes(struct param_views *param_views, PyObject *views);
-int param_views_wrap_views(struct param_views *param_views,
-                           /* Wrap the views again after a change of their history. No-op without wrap_views.
-                            * Return 0 or -1. */
-                           PyObject *views);
+/* Wrap the views again after a change of their history. No-op without wrap_views. Return 0 or -1. */
+int param_views_wrap_views(struct param_views *param_views, PyObject *views);
 void param_views_drop_wrapped(struct param_views *param_views); /* call after the views were replaced */
 
 /* Expose the original parameters, with their parts of `shard` as data; without use_orig_params, the views.
@@ -91,9 +89,8 @@ int param_views_point_params_at(struct param_views *param_views, PyObject *shard
 /* Return the entry in the module's _parameters, or NULL if there is none: check PyErr_Occurred().
  * Borrowed. */
 PyObject *param_views_value(const struct param_views *param_views, int64_t index);
-int param_views_restore_param(const struct param_views *param_views,
-                              /* Register the sharded Parameter under all its names again. Return 0 or -1. */
-                              int64_t param);
+/* Register the sharded Parameter under all its names again. Return 0 or -1. */
+int param_views_restore_param(const struct param_views *param_views, int64_t param);
 /* Return the local tensor of a DTensor, and other values unchanged. Borrowed. */
 PyObject *param_views_local_value(const struct param_views *param_views, PyObject *value);
 /* Inside summon: set wrapped gradients on the exposed Parameters. Return 0 or -1. */
