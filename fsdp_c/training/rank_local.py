@@ -2,8 +2,7 @@
 
 Installed by fsdp_c/training/replacements.py. Total norms and GradScaler's overflow check see only this rank's
 gradients. With ``reduces_over_ranks``, set by install(), the replacements return results for the whole model;
-otherwise they warn once per model or optimizer. ``torch.autograd.grad`` errors about unused parameters get a
-hint.
+otherwise they warn once per model or optimizer.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +17,6 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import utils
 
-from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding.construction import is_flattened
 from fsdp_c.sharding.holders import group_of_model, ranks_of
 from fsdp_c.sharding.sharded_module import ShardedModule, live_units, place_of, root_units
@@ -27,7 +24,6 @@ from fsdp_c.training import grad_clipping
 
 torchs_get_total_norm = utils.get_total_norm
 torchs_unscale_grads_ = GradScaler._unscale_grads_
-torchs_run_backward = torch.autograd._engine_run_backward
 reduces_over_ranks = False
 _warned: weakref.WeakSet[object] = weakref.WeakSet()  # optimizers and roots with a warning
 
@@ -144,34 +140,3 @@ def group_of_optimizer(optimizer: torch.optim.Optimizer) -> dist.ProcessGroup | 
         found = {group and ranks_of(group): group for group in map(group_of_model, roots)}
         _groups[optimizer] = found.popitem()[1] if len(found) == 1 else None
     return _groups[optimizer]
-
-
-# ----------------------------------------------------------------- torch.autograd.grad
-
-
-@functools.wraps(torchs_run_backward)
-def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call torch's backward; extend its error about unused inputs.
-
-    ``torch.autograd.grad`` itself is not replaced: torch.compile compares it by identity.
-    """
-    try:
-        return torchs_run_backward(outputs, *args, **kwargs)
-    except RuntimeError as error:
-        if str(error).endswith("Set allow_unused=True if this is the desired behavior."):
-            _explain_unused(error, {id(one) for one in args[3]})
-        raise
-
-
-def _explain_unused(error: RuntimeError, inputs: set[int]) -> None:
-    for handle in (unit._handle for unit in live_units() if unit._handle is not None):
-        names = handle.flat_param._fqns if handle.flat_param._params else ["_flat_param"]
-        pairs = zip(names, handle.script_params, strict=True)
-        if found := [name for name, param in pairs if id(param) in inputs]:
-            error.args = (
-                f"{error}\n(rank {handle.rank}, unit {handle.name}: the graph of a forward has views of gathered "
-                f"parameters, and not {first_names(found)} as between forwards. Read the parameter inside the forward, "
-                "return it from there, and pass that to torch.autograd.grad(), which gives the whole gradient of this "
-                "rank's batch. The reduced gradient of the shard is in .grad after backward().)",
-            )
-            return

@@ -59,17 +59,16 @@ def get_total_norm(
 
 
 def apply() -> None:
-    _set(get_total_norm, rank_local.unscale_grads_, rank_local.run_backward)
+    _set(get_total_norm, rank_local.unscale_grads_)
 
 
 def revert() -> None:
-    _set(rank_local.torchs_get_total_norm, rank_local.torchs_unscale_grads_, rank_local.torchs_run_backward)
+    _set(rank_local.torchs_get_total_norm, rank_local.torchs_unscale_grads_)
 
 
-def _set(total_norm: Any, unscale_grads: Any, run_backward: Any) -> None:
+def _set(total_norm: Any, unscale_grads: Any) -> None:
     for module in (utils, clip_grad):
         for name in ("get_total_norm", "_get_total_norm"):
             if vars(module).get(name) in (rank_local.torchs_get_total_norm, get_total_norm):
                 setattr(module, name, total_norm)
     GradScaler._unscale_grads_ = unscale_grads  # type: ignore[method-assign]
-    torch.autograd._engine_run_backward = run_backward

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_c
@@ -256,54 +256,6 @@ def installed() -> Iterator[None]:
         yield
     finally:
         fsdp_c.uninstall()
-
-
-class DifferentiatesItsHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self.net(x)
-        torch.autograd.grad(output.sum(), [self.net.blocks[0].module.up.weight], retain_graph=True)
-        return output
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
-@both_views
-@on_ranks(2)
-def test_gradients_of_what_no_graph_has_are_refused_with_a_remedy(
-    rank: int, use_orig_params: bool, strategy: str
-) -> None:
-    """Also inside a unit's forward."""
-    model = wrapped(use_orig_params=use_orig_params, sharding_strategy=ShardingStrategy[strategy])
-    asked = list(model.parameters())
-    first = "blocks" if use_orig_params else "_flat_param"
-
-    def grad() -> None:
-        torch.autograd.grad(model(batch(rank)).sum(), asked)
-
-    said = rf"not have been used.*\n\(rank {rank}, unit \w+.*: .*not .*\b({first}|up.weight|head|embed).* Read the"
-    if use_orig_params or strategy == "FULL_SHARD":
-        with pytest.raises(RuntimeError, match=said):
-            grad()
-    if use_orig_params and strategy != "HYBRID_SHARD":  # e.g. for an adaptive loss weight
-        loss = model(batch(rank)).square().mean()
-        said = (
-            rf"not have been used.*\n\(rank {rank}, unit Net: .* not \['head.weight'\] as between.*return it"
-        )
-        with pytest.raises(RuntimeError, match=said):
-            torch.autograd.grad(loss, model.module.head.weight, retain_graph=True)
-        loss.backward()
-    x = torch.ones(2, requires_grad=True)
-    with pytest.raises(RuntimeError, match="this is the desired behavior.$"):
-        torch.autograd.grad(x.sum(), torch.ones(2, requires_grad=True))
-    backward(model, rank)
-    if use_orig_params:
-        inside = wrapped(net=DifferentiatesItsHead(), use_orig_params=True)
-        said = rf"\(rank {rank}, unit Block at 'net.blocks.0': .*not \['up.weight'\] as between forwards"
-        with pytest.raises(RuntimeError, match=said):
-            inside(batch(rank))
 
 
 # ----------------------------------------------------------------- errors about sharded parameters
