@@ -108,11 +108,6 @@ class ShardedModule(nn.Module, _FSDPState):
         vars(self).pop("_is_root_override", None)
 
     @property
-    def _whole(self) -> ShardedModule:
-        """The unit itself, or the unit of a segment."""
-        return self
-
-    @property
     def module(self) -> nn.Module:
         """The wrapped module, without a checkpoint wrapper."""
         return unwrapped(self._fsdp_wrapped_module)
@@ -230,12 +225,6 @@ class Segment(ShardedModule):
             )
         return getattr(fsdp_module, name)
 
-    @property
-    def _whole(self) -> ShardedModule:
-        fsdp_module = self._enclosing_unit
-        assert fsdp_module is not None
-        return fsdp_module
-
 
 def handle_of(module: ShardedModule) -> FlatParamHandle:
     """Return the handle of a unit with parameters."""
@@ -351,4 +340,4 @@ def live_units() -> list[ShardedModule]:
 
 def root_units() -> list[ShardedModule]:
     """Return the live units without an enclosing unit."""
-    return [unit for unit in live_units() if unit._whole is unit and unit._enclosing_unit is None]
+    return [unit for unit in live_units() if unit._enclosing_unit is None]

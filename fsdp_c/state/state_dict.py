@@ -275,7 +275,7 @@ def _refuse_part_of_shared(fsdp_module: ShardedModule) -> None:
     """Raise RuntimeError if the dict would hold a shard, or nothing, of parameters of an enclosing unit."""
     for holder, names in holders_around(fsdp_module).items():
         if not is_summoned(holder):
-            around = unit_name(holder._whole.module)
+            around = unit_name(holder.module)
             raise RuntimeError(
                 f"{place_of(fsdp_module)}: {first_names(names)} of {around} are shared with modules outside of "
                 f"this unit, so {around} owns them. Take the state dict of that unit, or call this inside its "

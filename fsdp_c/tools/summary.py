@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_c import operator_kernels
 from fsdp_c.compat.upstream import NO_RESHARD_AFTER_FORWARD_STRATEGIES, BackwardPrefetch, ShardingStrategy
 from fsdp_c.sharding.optional import is_optional
-from fsdp_c.sharding.sharded_module import ShardedModule, parts_of, units_with_paths
+from fsdp_c.sharding.sharded_module import Segment, ShardedModule, parts_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, clean_path, joined
 
 logger = logging.getLogger("fsdp_c")
@@ -159,7 +159,7 @@ def _of_unit(
         shards=fsdp_module.world_size,
         replicas=1 if replicate_group is None else replicate_group.size(),
         parent=parent,
-        is_segment=fsdp_module._whole is not fsdp_module,
+        is_segment=isinstance(fsdp_module, Segment),
         is_optional=is_optional,
         is_trainable=is_trainable,
         num_unsharded=(forward, backward),

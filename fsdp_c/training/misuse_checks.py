@@ -108,7 +108,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
     kind = type(optimizer)
     for root in list(_unstepped):
         own = {id(param) for handle in handles_in(root) for param in handle.script_params}
-        before = {id(param()) for unit in units_of(root) for param in unit._whole._params_before}
+        before = {id(param()) for unit in units_of(root) for param in unit._params_before}
         if params.keys().isdisjoint(own | before):
             continue
         _unstepped.discard(root)
