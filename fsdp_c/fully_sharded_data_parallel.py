@@ -39,7 +39,6 @@ from fsdp_c.sharding.sharded_module import (
     register_unit,
     units_of,
     units_with_paths,
-    whole_units_of,
 )
 from fsdp_c.sharding.traversal import (
     FLAT_PARAM,
@@ -476,13 +475,13 @@ class FullyShardedDataParallel(ShardedModule):
 
         Not collective, no side effects.
         """
-        found = cast("list[FullyShardedDataParallel]", whole_units_of(module))
+        found = [one for one in units_of(module) if isinstance(one, FullyShardedDataParallel)]
         return [one for one in found if one.check_is_root()] if root_only else found
 
     @property
-    def _all_fsdp_states(self) -> list[ShardedModule]:
+    def _all_fsdp_states(self) -> list["FullyShardedDataParallel"]:
         """The units of this root's tree. Computed: a stored list would keep the root alive."""
-        return whole_units_of(self)
+        return self.fsdp_modules(self)
 
     @_all_fsdp_states.setter
     def _all_fsdp_states(self, states: object) -> None:

@@ -286,11 +286,6 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
     return [unit._handle for unit in units_of(module) if unit._handle is not None]
 
 
-def whole_units_of(module: nn.Module) -> list[ShardedModule]:
-    """Return ``units_of`` without segments."""
-    return [fsdp_module for fsdp_module in units_of(module) if fsdp_module._flat_param_name == FLAT_PARAM]
-
-
 def parts_of(fsdp_module: ShardedModule) -> list[ShardedModule]:
     """Return a unit and its segments: one per flat parameter."""
     return [fsdp_module, *fsdp_module._segments]
