@@ -4,7 +4,6 @@ A unit is a FullyShardedDataParallel instance. ``is_unit`` recognizes it by its 
 module need not import the class.
 """
 
-import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -102,16 +101,6 @@ class AutoWrapping(NamedTuple):
 current_auto_wrapping: contextvars.ContextVar[AutoWrapping | None] = contextvars.ContextVar(
     "current_auto_wrapping", default=None
 )
-
-
-@contextlib.contextmanager
-def auto_wrapping(homes: Homes, ignored_params: set[nn.Parameter]) -> Iterator[None]:
-    """Mark units built in the body as part of one auto wrapping."""
-    token = current_auto_wrapping.set(AutoWrapping(homes, ignored_params))
-    try:
-        yield
-    finally:
-        current_auto_wrapping.reset(token)
 
 
 class Subtree:

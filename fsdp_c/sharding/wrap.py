@@ -21,7 +21,7 @@ from fsdp_c.compat.upstream import (
 )
 from fsdp_c.sharding.compiling import modules_by_compiled
 from fsdp_c.sharding.flattening import groups_of, splits_frozen
-from fsdp_c.sharding.traversal import Homes, Subtree, auto_wrapping, joined
+from fsdp_c.sharding.traversal import AutoWrapping, Homes, Subtree, current_auto_wrapping, joined
 
 Policy = _Policy | Callable[..., bool]
 
@@ -102,8 +102,11 @@ def auto_wrap(
         _warn_of_frozen_params(tree, chosen, homes, ignored_params)
     _keep_in_full_precision(tree.modules, classes)
     tree.drop_param_cache()
-    with auto_wrapping(homes, ignored_params):
+    token = current_auto_wrapping.set(AutoWrapping(homes, ignored_params))
+    try:
         wrap()
+    finally:
+        current_auto_wrapping.reset(token)
     return homes
 
 
