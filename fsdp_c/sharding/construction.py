@@ -450,11 +450,7 @@ def is_flattened(param: torch.Tensor) -> bool:
 
 def own_params(tree: Subtree, ignored_params: set[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that a unit will own, in order: not ignored, in no inner unit."""
-    return (
-        [param for param in tree.params if param not in ignored_params]
-        if ignored_params
-        else list(tree.params)
-    )
+    return [param for param in tree.params if param not in ignored_params]
 
 
 def check_params(tree: Subtree, params: Collection[nn.Parameter], unit: str) -> None:
