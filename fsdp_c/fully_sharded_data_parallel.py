@@ -260,9 +260,7 @@ class FullyShardedDataParallel(ShardedModule):
             for param, fqn in zip(group, handle.flat_param._fqns, strict=True):
                 param._fsdp_owner = (fqn, name)  # type: ignore[attr-defined]  # reported if another unit wraps the parameter
             handles.append(handle)
-        self._segments = [Segment(self, number) for number in range(1, len(handles))]
-        for segment, handle in zip(self._segments, handles[1:], strict=True):
-            segment._unit = _C.Unit(segment, handle, self._config, name, ())
+        self._segments = [Segment(self, number, handle) for number, handle in enumerate(handles[1:], 1)]
         inner = tuple(segment._unit for segment in self._segments)
         self._unit = _C.Unit(self, handles[0] if handles else None, self._config, name, inner)
 

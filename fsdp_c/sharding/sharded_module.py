@@ -211,10 +211,11 @@ class Segment(ShardedModule):
     attributes delegate to the unit. C unshards and reshards segments together with their unit.
     """
 
-    def __init__(self, fsdp_module: ShardedModule, number: int) -> None:
+    def __init__(self, fsdp_module: ShardedModule, number: int, handle: FlatParamHandle) -> None:
         super().__init__()
         self._enclosing = weakref.ref(fsdp_module)
         self._flat_param_name = flat_param_name(number)
+        self._unit = _C.Unit(self, handle, fsdp_module._config, handle.name, ())
 
     def __getattr__(self, name: str) -> Any:
         enclosing = self.__dict__.get("_enclosing")
