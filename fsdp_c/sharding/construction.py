@@ -6,7 +6,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -403,43 +403,6 @@ def _with_index(device_id: int | torch.device) -> torch.device:
     return current
 
 
-def check_single_device(
-    tree: Subtree,
-    params: Collection[nn.Parameter],
-    device_id: int | torch.device | None,
-    unit: str,
-    rank: int,
-) -> None:
-    """Raise RuntimeError unless ``params`` are on one device, or some on the CPU and ``device_id`` is given."""
-    devices = {param.device for param in params}
-    if len(devices) < 2 or (len(devices) == 2 and CPU in devices and device_id is not None):
-        return
-    examples = {str(param.device): tree.param_name(param) for param in params}
-    found = ", ".join(f"{name!r} on {device}" for device, name in sorted(examples.items()))
-    if len(devices) == 2 and CPU in devices:
-        raise RuntimeError(
-            "To support a module with both CPU and GPU params, please pass in device_id: "
-            f"{unit} on rank {rank} has {found}"
-        )
-    raise RuntimeError(
-        f"FSDP only supports single device modules but got params on several: {unit} on rank {rank} has "
-        f"{found}; move it to one of them"
-    )
-
-
-def check_compute_device(
-    tree: Subtree, params: Collection[nn.Parameter], compute_device: torch.device, unit: str, rank: int
-) -> None:
-    """Raise ValueError if parameters are on another accelerator than ``compute_device``."""
-    for param in params:
-        if param.device not in (compute_device, CPU):
-            raise ValueError(
-                f"Inconsistent compute device and `device_id` on rank {rank}: {param.device} vs "
-                f"{compute_device}, by {tree.param_name(param)!r} of {unit}; move the module or pass its "
-                "device"
-            )
-
-
 # ---- owned parameters
 
 
@@ -451,27 +414,6 @@ def is_flattened(param: torch.Tensor) -> bool:
 def own_params(tree: Subtree, ignored_params: set[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that a unit will own, in order: not ignored, in no inner unit."""
     return [param for param in tree.params if param not in ignored_params]
-
-
-def check_params(tree: Subtree, params: Collection[nn.Parameter], unit: str) -> None:
-    """Raise ValueError for a lazy parameter, or one that another unit owns."""
-    for param in params:
-        if nn.parameter.is_lazy(param):
-            raise ValueError(
-                f"Attempted to use an uninitialized parameter: {tree.param_name(param)!r} of {unit} has no "
-                "shape yet. Call `forward` with a dummy batch on the module before wrapping it"
-            )
-        owner: tuple[str, str] | None = getattr(param, "_fsdp_owner", None)
-        if owner is not None or is_flattened(param):
-            where = "the flat parameter of another unit"
-            if owner is not None:
-                fqn, other = owner
-                where = f"{clean_name(fqn)!r} of {other}"
-            raise ValueError(
-                f"{tree.param_name(param)!r} of {unit} is the same parameter as {where}, and one parameter "
-                "belongs to one unit: wrap the module that contains both and neither of the two, or pass one "
-                f"of them in ignored_states. {IGNORED_AND_TRAINED}."
-            )
 
 
 def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: str) -> None:

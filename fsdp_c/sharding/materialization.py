@@ -1,8 +1,8 @@
-"""Preparation of a module's tensors before flattening: meta initialization, device moves, broadcasts."""
+"""Preparation of a module's tensors before flattening: checks, meta initialization, device moves, broadcasts."""
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,14 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _sync_params_and_buffers
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp_c.sharding.construction import (
-    CPU,
-    IgnoredStates,
-    check_compute_device,
-    check_params,
-    check_single_device,
-    own_params,
-)
+from fsdp_c.compat.errors import IGNORED_AND_TRAINED
+from fsdp_c.sharding.construction import CPU, IgnoredStates, is_flattened, own_params
 from fsdp_c.sharding.traversal import Subtree, clean_name, is_unit, named_buffers
 
 BROADCAST_BUCKET_NBYTES = 250 * 1024 * 1024
@@ -39,8 +33,8 @@ def materialize(
     Returns the new subtree, the unit's own parameters, ``params`` before, and the compute device. Raises
     ValueError or RuntimeError for parameters that no unit can own, or on several devices.
     """
-    check_params(tree, params, unit)
-    check_single_device(tree, params, device_id, unit, rank)
+    _check_params(tree, params, unit)
+    _check_single_device(tree, params, device_id, unit, rank)
     if any(tensor.is_meta for tensor in (*params, *_own_buffers(tree, ignored.modules))):
         _initialize_modules(tree.root, ignored.modules, param_init_fn, device)
         tree = Subtree(tree.root, homes=tree.homes)
@@ -62,8 +56,66 @@ def materialize(
                 stacklevel=3,
             )
         device = next((param.device for param in params if param.device.type != "cpu"), device)
-    check_compute_device(tree, params, device, unit, rank)
+    _check_compute_device(tree, params, device, unit, rank)
     return tree, params, device
+
+
+def _check_params(tree: Subtree, params: Collection[nn.Parameter], unit: str) -> None:
+    """Raise ValueError for a lazy parameter, or one that another unit owns."""
+    for param in params:
+        if nn.parameter.is_lazy(param):
+            raise ValueError(
+                f"Attempted to use an uninitialized parameter: {tree.param_name(param)!r} of {unit} has no "
+                "shape yet. Call `forward` with a dummy batch on the module before wrapping it"
+            )
+        owner: tuple[str, str] | None = getattr(param, "_fsdp_owner", None)
+        if owner is not None or is_flattened(param):
+            where = "the flat parameter of another unit"
+            if owner is not None:
+                fqn, other = owner
+                where = f"{clean_name(fqn)!r} of {other}"
+            raise ValueError(
+                f"{tree.param_name(param)!r} of {unit} is the same parameter as {where}, and one parameter "
+                "belongs to one unit: wrap the module that contains both and neither of the two, or pass one "
+                f"of them in ignored_states. {IGNORED_AND_TRAINED}."
+            )
+
+
+def _check_single_device(
+    tree: Subtree,
+    params: Collection[nn.Parameter],
+    device_id: int | torch.device | None,
+    unit: str,
+    rank: int,
+) -> None:
+    """Raise RuntimeError unless ``params`` are on one device, or some on the CPU and ``device_id`` is given."""
+    devices = {param.device for param in params}
+    if len(devices) < 2 or (len(devices) == 2 and CPU in devices and device_id is not None):
+        return
+    examples = {str(param.device): tree.param_name(param) for param in params}
+    found = ", ".join(f"{name!r} on {device}" for device, name in sorted(examples.items()))
+    if len(devices) == 2 and CPU in devices:
+        raise RuntimeError(
+            "To support a module with both CPU and GPU params, please pass in device_id: "
+            f"{unit} on rank {rank} has {found}"
+        )
+    raise RuntimeError(
+        f"FSDP only supports single device modules but got params on several: {unit} on rank {rank} has "
+        f"{found}; move it to one of them"
+    )
+
+
+def _check_compute_device(
+    tree: Subtree, params: Collection[nn.Parameter], compute_device: torch.device, unit: str, rank: int
+) -> None:
+    """Raise ValueError if parameters are on another accelerator than ``compute_device``."""
+    for param in params:
+        if param.device not in (compute_device, CPU):
+            raise ValueError(
+                f"Inconsistent compute device and `device_id` on rank {rank}: {param.device} vs "
+                f"{compute_device}, by {tree.param_name(param)!r} of {unit}; move the module or pass its "
+                "device"
+            )
 
 
 def _own_buffers(tree: Subtree, ignored_modules: set[nn.Module]) -> list[torch.Tensor]:
