@@ -28,9 +28,8 @@ def cast_for_computation(modules: Iterable[ShardedModule], device: torch.device)
     wrapping are recorded.
     """
     for module, name, buffer in _own_buffers(modules):
-        if name not in module._buffer_names:
-            module._buffer_names.add(name)
-            module._buffer_name_to_orig_dtype[name] = buffer.dtype
+        module._buffer_names.add(name)
+        module._buffer_name_to_orig_dtype.setdefault(name, buffer.dtype)
         dtype = module.mixed_precision.buffer_dtype
         buffer.data = buffer.to(
             device=device, dtype=dtype if dtype is not None and buffer.is_floating_point() else None
