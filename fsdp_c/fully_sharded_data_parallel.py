@@ -177,10 +177,9 @@ class FullyShardedDataParallel(ShardedModule):
             process_group, sharding_strategy, device_mesh, auto_wrap_policy is not None, device
         )
         name, rank = unit_name(module), groups.shard.rank()
-        senders = [group for group in reversed(groups) if group is not None] if sync_module_states else []
-        if senders and current_auto_wrapping.get() is None:
+        if sync_module_states and current_auto_wrapping.get() is None:
             with phases.enter(_C.PROGRESS_WRAP):
-                agreement.agree_to_sync(name, senders[::-1], device)
+                agreement.agree_to_sync(name, groups, device)
 
         # inner units
         if auto_wrap_policy is not None:
@@ -201,7 +200,8 @@ class FullyShardedDataParallel(ShardedModule):
         tree, params, device = materialization.materialize(
             tree, before, name, rank, ignored, param_init_fn, device, device_id
         )
-        if senders:
+        if sync_module_states:
+            senders = [group for group in (groups.replicate, groups.shard) if group is not None]
             materialization.sync_states(module, params, senders, where=f"unit {name!r} on rank {rank}")
 
         # attributes that follow from the arguments

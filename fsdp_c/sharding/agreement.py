@@ -101,7 +101,7 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
     root._agreed_plan = compared
 
 
-def agree_to_sync(name: str, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+def agree_to_sync(name: str, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
     """Raise RuntimeError unless all ranks of ``groups`` wrap unit ``name`` with sync_module_states=True.
 
     Collective. Ranks without sync_module_states take part only at their first step, through ``agree``: its
