@@ -291,9 +291,8 @@ def _default_group() -> dist.ProcessGroup:
 
 def _groups_by_node(world: dist.ProcessGroup, device: torch.device) -> ProcessGroups:
     """Shard within a node, replicate across nodes. Collective: every rank creates every group."""
-    on_cpu = device.type == "cpu"
     ranks_per_node = torch.get_device_module(device).device_count()
-    if on_cpu:
+    if device.type == "cpu":
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size()))
     if world.size() % ranks_per_node:
         raise ValueError(
