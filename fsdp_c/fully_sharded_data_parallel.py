@@ -77,8 +77,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_HOMOGENEOUS_SETTINGS = ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval")
-
 
 class UnshardWork:
     """Handle of an all-gather started by ``_unshard(async_op=True)``."""
@@ -723,7 +721,7 @@ def _check_tree(root: FullyShardedDataParallel, modules: list[tuple[str, FullySh
             f"the outermost unit, {type(root.module).__name__} on rank {root.rank}, is marked by "
             "fsdp_c.optional(), but no unit encloses it to unshard it. Mark modules inside it instead"
         )
-    for setting in _HOMOGENEOUS_SETTINGS:
+    for setting in ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"):
         values = {getattr(module, setting): clean_path(path) for path, module in reversed(modules)}
         if len(values) > 1:
             found = ", ".join(f"{value} in {path or 'the root'!r}" for value, path in values.items())
