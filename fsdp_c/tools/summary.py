@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,16 +100,14 @@ class Summary:
         return most + sum(sizes[index] for index in kept)
 
     def __str__(self) -> str:
-        groups: dict[tuple[str, ...], list[UnitSummary]] = {}  # units whose paths differ only in numbers
-        for unit in self.units:
-            groups.setdefault((re.sub(r"\b\d+\b", "*", unit.path), *_cells(unit).values()), []).append(unit)
-        rows = [{"unit": "unit"} | {column: column for column in _cells(self.units[0])}]
-        for (path, *_), units in groups.items():
-            label = path or "(root)" if len(units) == 1 else f"{path} (x{len(units)})"
-            rows.append({"unit": label} | _cells(units[0]))
-        names = [f"{row['unit']}: {held}" for row in rows if (held := row.pop("holds"))][1:]
-        widths = {column: max(len(row[column]) for row in rows) for column in rows[0]}
-        table = ["  ".join(cell.ljust(widths[name]) for name, cell in row.items()).rstrip() for row in rows]
+        # units whose paths differ only in numbers share a row
+        counts = Counter((re.sub(r"\b\d+\b", "*", unit.path), *_cells(unit).values()) for unit in self.units)
+        rows: list[tuple[str, ...]] = [("unit", *_cells(self.units[0]))]
+        for (path, *cells), count in counts.items():
+            rows.append((f"{path} (x{count})" if count > 1 else path or "(root)", *cells))
+        names = [f"{label}: {held}" for label, *_, held in rows[1:]]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ["  ".join(map(str.ljust, row[:-1], widths)).rstrip() for row in rows]
         head = f"{len(self.units)} units and segments, {self.numel:,} parameters"
         owners = [f"optimizer: {owners}" for owners in self.owners]
         return "\n".join([head, "", *table, "", *names, "", _memory(self), *owners])
@@ -130,9 +129,7 @@ def summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     for path, fsdp_module in found:
         parent = places.get(fsdp_module._enclosing_unit)
         roots.append(fsdp_module if parent is None else roots[parent])
-        units.append(
-            _of_unit(fsdp_module, roots[-1], clean_path(path), parent, is_optional=is_optional(module, path))
-        )
+        units.append(_of_unit(fsdp_module, roots[-1], clean_path(path), parent, is_optional(module, path)))
     shares = getattr(optimizer, "shares", tuple)  # method of WholeParameters
     return Summary(tuple(units), tuple(shares()))
 
@@ -151,7 +148,6 @@ def _of_unit(
     # forwards on a GPU reshard a unit only when the next one computes
     forward = 2 - is_on_cpu + (limits._forward_prefetch_limit if fsdp_module.forward_prefetch else 0)
     backward = limits._backward_prefetch_limit + prefetches_first if fsdp_module.backward_prefetch else 1
-    is_trainable = handle is not None and any(param.requires_grad for param in handle.script_params)
     unit = UnitSummary(
         path=path,
         module=type(fsdp_module.module).__name__,
@@ -161,7 +157,7 @@ def _of_unit(
         parent=parent,
         is_segment=isinstance(fsdp_module, Segment),
         is_optional=is_optional,
-        is_trainable=is_trainable,
+        is_trainable=handle is not None and any(param.requires_grad for param in handle.script_params),
         num_unsharded=(forward, backward),
     )
     if handle is None:
@@ -170,7 +166,7 @@ def _of_unit(
     is_moved = bool(fsdp_module.cpu_offload.offload_params) and not is_on_cpu
     has_all_reduce = unit.replicas > 1 or (not is_sharded and unit.shards > 1)
     unsharded_nbytes = layout.padded_numel * param_dtype.itemsize
-    reduce_itemsize = handle._reduce_dtype.itemsize * is_trainable
+    reduce_itemsize = handle._reduce_dtype.itemsize * unit.is_trainable
     return replace(
         unit,
         names=tuple(map(clean_name, handle.flat_param._fqns)),
