@@ -19,29 +19,19 @@ from types import ModuleType
 
 FSDP = "torch.distributed.fsdp"
 
-OURS = {
-    **{
-        f"{FSDP}.{name}": f"fsdp_c.compat.{name}" if name.startswith("_") else f"fsdp_c.{name}"
-        for name in (
-            "_flat_param",
-            "_init_utils",
-            "_runtime_utils",
-            "_traversal_utils",
-            "api",
-            "fully_sharded_data_parallel",
-            "sharded_grad_scaler",
-            "wrap",
-        )
-    },
-    **{
-        f"{FSDP}.{name}": f"{__package__}.{ours}"
-        for name, ours in (
-            ("_common_utils", "common_utils"),
-            ("_fsdp_extensions", "fsdp_extensions"),
-            ("_shard_utils", "shard_utils"),
-            ("_wrap_utils", "wrap"),
-        )
-    },
+OURS = {  # fsdp_c's module by torch's name
+    f"{FSDP}._common_utils": f"{__package__}.common_utils",
+    f"{FSDP}._flat_param": "fsdp_c.compat._flat_param",
+    f"{FSDP}._fsdp_extensions": f"{__package__}.fsdp_extensions",
+    f"{FSDP}._init_utils": "fsdp_c.compat._init_utils",
+    f"{FSDP}._runtime_utils": "fsdp_c.compat._runtime_utils",
+    f"{FSDP}._shard_utils": f"{__package__}.shard_utils",
+    f"{FSDP}._traversal_utils": "fsdp_c.compat._traversal_utils",
+    f"{FSDP}._wrap_utils": f"{__package__}.wrap",
+    f"{FSDP}.api": "fsdp_c.api",
+    f"{FSDP}.fully_sharded_data_parallel": "fsdp_c.fully_sharded_data_parallel",
+    f"{FSDP}.sharded_grad_scaler": "fsdp_c.sharded_grad_scaler",
+    f"{FSDP}.wrap": "fsdp_c.wrap",
     "torch.distributed.tensor.parallel.fsdp": f"{__package__}.dtensor_extensions",
 }
 
