@@ -21,7 +21,7 @@ import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -178,41 +178,29 @@ def _data_pkl(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ..
     return content.getvalue()
 
 
-class _Member(NamedTuple):
-    name: bytes
-    crc32: int
-    size: int
-    offset: int
-
-
-def _local_header(member: _Member, padding: int) -> bytes:
-    fields = (0x04034B50, 20, 0, 0, 0, 33, member.crc32, member.size, member.size, len(member.name), padding)
-    # padding in an extra field of kind "FB", as in torch; readers skip it
-    extra = struct.pack("<HH", 0x4246, padding - 4) + b"Z" * (padding - 4) if padding else b""
-    return struct.pack("<IHHHHHIIIHH", *fields) + member.name + extra
-
-
-def _central_header(member: _Member) -> bytes:
-    fields = (0x02014B50, 20, 20, 0, 0, 0, 33, member.crc32, member.size, member.size, len(member.name))
-    return struct.pack("<IHHHHHHIIIHHHHHII", *fields, 0, 0, 0, 0, 0, member.offset) + member.name
+def _headers(name: bytes, crc32: int, size: int, offset: int, extra: bytes = b"") -> tuple[bytes, bytes]:
+    """Return the header of a member at ``offset`` of the archive, and its entry in the directory."""
+    common = struct.pack("<HHHHHIIIH", 20, 0, 0, 0, 33, crc32, size, size, len(name))
+    local = struct.pack("<I24sH", 0x04034B50, common, len(extra)) + name + extra
+    return local, struct.pack("<IH24sHHHHII", 0x02014B50, 20, common, 0, 0, 0, 0, 0, offset) + name
 
 
 def _framing(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], crc32: int, misalignment: int
 ) -> tuple[bytes, bytes]:
     """Return the bytes before and after the data of a piece that begins ``misalignment`` bytes off alignment."""
-    head, members = b"", []
+    head = directory = b""
     content = [(b"archive/data.pkl", _data_pkl(dtype, shape, strides)), (b"archive/byteorder", b"little")]
     for name, value in [*content, (b"archive/version", b"3\n")]:
-        members.append(_Member(name, zlib.crc32(value), len(value), len(head)))
-        head += _local_header(members[-1], 0) + value
+        local, central = _headers(name, zlib.crc32(value), len(value), len(head))
+        head, directory = head + local + value, directory + central
     nbytes = math.prod(shape) * dtype.itemsize
-    members.append(_Member(_DATA, crc32, nbytes, len(head)))
-    unpadded = misalignment + len(head) + 30 + len(_DATA)
-    head += _local_header(members[-1], 4 + -(unpadded + 4) % _ALIGNMENT)
-    directory = b"".join(_central_header(member) for member in members)
-    count = len(members)
-    end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, len(directory), len(head) + nbytes, 0)
+    # the data are aligned by an extra field of kind "FB", as in torch; readers skip it
+    padding = -(misalignment + len(head) + 30 + len(_DATA) + 4) % _ALIGNMENT
+    extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding
+    local, central = _headers(_DATA, crc32, nbytes, len(head), extra)
+    head, directory = head + local, directory + central
+    end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 4, 4, len(directory), len(head) + nbytes, 0)
     return head, directory + end
 
 
