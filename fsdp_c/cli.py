@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdp_c.compat import scripts
 from fsdp_c.tools import environment
@@ -33,21 +34,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[argv[0]](argv[1:])
     if argv and (argv[0] == SPLIT_FROZEN or Path(argv[0]).is_file()):
         return run(argv)
-    parser = _parser("", __doc__, EPILOG, "%(prog)s COMMAND ... | SCRIPT [ARGUMENT ...]")
+    parser = _parser("", __doc__, epilog=EPILOG, usage="%(prog)s COMMAND ... | SCRIPT [ARGUMENT ...]")
     if argv and not argv[0].startswith("-"):
         parser.error(f"{argv[0]!r} is neither a command ({', '.join(COMMANDS)}) nor a file that can be run")
     parser.parse_args(argv)
     parser.error("name a command or a script")
 
 
-def _parser(
-    command: str, description: str | None, epilog: str | None = None, usage: str | None = None
-) -> argparse.ArgumentParser:
+def _parser(command: str, description: str | None, **options: Any) -> argparse.ArgumentParser:
     name, kind = f"python -m fsdp_c {command}".strip(), argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(name, usage, description, epilog, formatter_class=kind)
+    return argparse.ArgumentParser(name, description=description, formatter_class=kind, **options)
 
 
-def run(argv: Sequence[str]) -> int:
+def run(argv: list[str]) -> int:
     """Run a script or module; return 0. Exceptions of the script propagate."""
     parser = _parser("run", "Run a script unmodified, with fsdp_c instead of torch's FSDP1.")
     parser.usage = "%(prog)s [--split-frozen] SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
@@ -57,28 +56,27 @@ def run(argv: Sequence[str]) -> int:
     flags = int(argv[:1] == [SPLIT_FROZEN])
     own = flags + (2 if argv[flags : flags + 1] == ["-m"] else 1)
     args = parser.parse_args(argv[:own])
-    rest = list(argv[own:])
     if args.module is not None:
         if not scripts.module_exists(args.module):
             parser.error(f"no module {args.module!r} to run")
-        scripts.run_module(args.module, rest, args.split_frozen)
+        scripts.run_module(args.module, argv[own:], args.split_frozen)
     elif args.script is not None:
         if not Path(args.script).is_file():
             parser.error(f"no script {args.script!r} to run")
-        scripts.run_script(args.script, rest, args.split_frozen)
+        scripts.run_script(args.script, argv[own:], args.split_frozen)
     else:
         parser.error("name a SCRIPT, or -m MODULE")
     return 0
 
 
-def env(argv: Sequence[str]) -> int:
+def env(argv: list[str]) -> int:
     """Print the versions and devices that fsdp_c finds."""
     _parser("env", "Show versions, libraries and the kernels in use, for bug reports.").parse_args(argv)
     print(environment.report())
     return 0
 
 
-def selftest(argv: Sequence[str]) -> int:
+def selftest(argv: list[str]) -> int:
     """Run the self-test on this rank of torchrun, or on ranks started here. Return 1 for any failure."""
     parser = _parser("selftest", "Test fsdp_c on this machine, and compare it with torch's FSDP1.")
     parser.add_argument("--device", metavar="TYPE", help="cuda or cpu (default: the accelerator, if any)")
@@ -89,4 +87,4 @@ def selftest(argv: Sequence[str]) -> int:
     return selftest.main(args.device, args.width)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": run, "env": env, "selftest": selftest}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"run": run, "env": env, "selftest": selftest}
