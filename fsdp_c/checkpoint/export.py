@@ -8,12 +8,12 @@ tensors are read one by one.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,17 +36,7 @@ _NAMES = {
         *(("float8_e4m3fnuz", "F8_E4M3FNUZ"), ("float8_e5m2fnuz", "F8_E5M2FNUZ")),
     )
 }
-
-
-class _Tensor(NamedTuple):
-    key: str  # key in the checkpoint
-    name: str  # name in the model
-    shape: tuple[int, ...]
-    dtype: torch.dtype  # dtype in the file
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+Tensors = dict[str, TensorEntry]  # tensors to write, with their dtypes in the file, by name in the model
 
 
 def export(
@@ -66,7 +56,8 @@ def export(
     target = absolute_path(target)
     if os.path.lexists(target):
         raise FileExistsError(f"{target}: exists already. Export to another path, or remove it first")
-    files = _files(_tensors(checkpoint, dtype, model_key), max_nbytes)
+    prefix = f"{model_key}." if model_key else ""
+    files = _files(_tensors(checkpoint, dtype, prefix), max_nbytes)
     temporary = target.with_name(f".{target.name}.exporting")  # renamed once complete and on disk
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -77,11 +68,11 @@ def export(
             "In that case remove the folder"
         ) from None
     try:
-        for name, tensors in files.items():
-            write_file(temporary / name, _content(checkpoint, tensors))
+        for file, tensors in files.items():
+            write_file(temporary / file, _content(checkpoint, prefix, tensors))
         if len(files) > 1:
-            where = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
-            total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
+            where = {name: file for file, tensors in files.items() for name in tensors}
+            total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
             index = {"metadata": {"total_size": total}, "weight_map": where}
             write_file(temporary / "model.safetensors.index.json", [json.dumps(index, indent=2).encode()])
         sync_folder(temporary)
@@ -93,9 +84,8 @@ def export(
     return sum(map(len, files.values())), len(files)
 
 
-def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None, model_key: str) -> list[_Tensor]:
-    prefix = f"{model_key}." if model_key else ""
-    found = []
+def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None, prefix: str) -> Tensors:
+    found: Tensors = {}
     for key, entry in checkpoint.entries.items():
         if not key.startswith(prefix) or not isinstance(entry, TensorEntry):
             continue
@@ -105,58 +95,56 @@ def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None, model_key: str) 
                 f"{checkpoint.folder}: {key} is a flat parameter of LOCAL_STATE_DICT, without the names of its "
                 "parameters: load it into the model, and save that with fsdp_c.checkpoint.save"
             )
-        cast = dtype if entry.dtype.is_floating_point and entry.dtype.itemsize > 1 else None
-        tensor = _Tensor(key, name, entry.shape, cast or entry.dtype)
-        if tensor.dtype not in _NAMES or name == "__metadata__":
+        if entry.dtype.is_floating_point and entry.dtype.itemsize > 1:
+            entry = replace(entry, dtype=dtype or entry.dtype)
+        if entry.dtype not in _NAMES or name == "__metadata__":
             raise CheckpointError(
-                f"{checkpoint.folder}: {key} of {tensor.dtype} cannot be written: safetensors have no such dtype or "
-                "name"
+                f"{checkpoint.folder}: {key} of {entry.dtype} cannot be written: safetensors have no such dtype or name"
             )
-        found.append(tensor)
+        found[name] = entry
     if not found:
         tops = sorted({key.partition(".")[0] for key in checkpoint.entries})[:10]
         raise CheckpointError(
-            f"{checkpoint.folder}: has no tensors below {model_key!r}, but {', '.join(tops)}. Pass another --model-key"
+            f"{checkpoint.folder}: has no tensors below {prefix[:-1]!r}, but {', '.join(tops)}. Pass another "
+            "--model-key"
         )
     return found
 
 
-def _files(tensors: list[_Tensor], max_nbytes: int) -> dict[str, list[_Tensor]]:
+def _files(tensors: Tensors, max_nbytes: int) -> dict[str, Tensors]:
     """Return tensors by file name, those with the largest elements first: then each is aligned to its elements."""
-    parts: list[list[_Tensor]] = [[]]
-    for tensor in tensors:
-        if parts[-1] and sum(each.nbytes for each in parts[-1]) + tensor.nbytes > max_nbytes:
-            parts.append([])
-        parts[-1].append(tensor)
-    for part in parts:
-        part.sort(key=lambda tensor: -tensor.dtype.itemsize)
+    parts: list[Tensors] = [{}]
+    for name, tensor in tensors.items():
+        if parts[-1] and sum(each.nbytes for each in parts[-1].values()) + tensor.nbytes > max_nbytes:
+            parts.append({})
+        parts[-1][name] = tensor
+    parts = [dict(sorted(part.items(), key=lambda each: -each[1].dtype.itemsize)) for part in parts]
     if len(parts) == 1:
         return {"model.safetensors": parts[0]}
     return {f"model-{at:05}-of-{len(parts):05}.safetensors": part for at, part in enumerate(parts, 1)}
 
 
-def _content(checkpoint: Checkpoint, tensors: list[_Tensor]) -> Iterator[bytes | memoryview]:
+def _content(checkpoint: Checkpoint, prefix: str, tensors: Tensors) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a file: the length of its header, the header, the data."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for tensor in tensors:
+    for name, tensor in tensors.items():
         where = [end, end := end + tensor.nbytes]
-        header[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": where}
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": where}
     content = json.dumps(header, separators=(",", ":")).encode()
     content += b" " * (-len(content) % 8)
     yield len(content).to_bytes(8, "little") + content
-    for tensor in tensors:
-        yield from _data(checkpoint, tensor)
+    for name, tensor in tensors.items():
+        yield from _data(checkpoint, prefix + name, tensor.dtype)
 
 
-def _data(checkpoint: Checkpoint, tensor: _Tensor) -> Iterator[memoryview]:
+def _data(checkpoint: Checkpoint, key: str, dtype: torch.dtype) -> Iterator[memoryview]:
     """Yield the data of a tensor. A separate generator, so that no tensor is held while the next is read."""
-    flat = read_entries(checkpoint, [tensor.key])[tensor.key].contiguous().view(-1)
+    flat = read_entries(checkpoint, [key])[key].contiguous().view(-1)
     for part in flat.split(_CAST_NUMEL):
-        cast = part.to(tensor.dtype)
+        cast = part.to(dtype)
         if cast.dtype != part.dtype and not torch.equal(cast.isinf(), part.isinf()):
             raise CheckpointError(
-                f"{checkpoint.folder}: {tensor.key} has values beyond the range of {tensor.dtype}: export it "
-                "with another --dtype"
+                f"{checkpoint.folder}: {key} has values beyond the range of {dtype}: export it with another --dtype"
             )
         yield memory(cast)
