@@ -186,10 +186,8 @@ class _Row(NamedTuple):
 
 def merge_plans(plans: Sequence[RankPlan]) -> Planned:
     """Assign one writer to each value. Raise ValueError if ranks hold only a part of a tensor, or overlapping parts."""
-    lists: dict[bytes, list[PathInDict]] = {}
-    for part in (part for plan in plans for part in plan):
-        if part.packed not in lists:
-            lists[part.packed] = part.paths
+    by_list = {part.packed: part for plan in plans for part in plan}
+    lists = {packed: part.paths for packed, part in by_list.items()}
     writers = _Writers(len(plans))
     groups = [_group(paths, rows, writers) for paths, rows in _rows_by_group(plans, lists)]
     return Planned(groups, writers.shares)
