@@ -18,8 +18,9 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -96,21 +97,12 @@ def _replacements() -> dict[int, tuple[object, object]]:
 # ----------------------------------------------------------------- install and uninstall
 
 
-class _Installed(NamedTuple):
-    """Record of the changes of ``install()``."""
-
-    written: list[tuple[ModuleType, str, object]]
-    forwarded: dict[str, object]  # original attributes of torch's class by name
-    added: list[str]  # names added to torch.distributed.fsdp
-    seen: frozenset[str]  # modules that were imported then
-
-
-_installed: _Installed | None = None
+_undo: ExitStack | None = None  # reverses the changes of ``install()``; None without it
 
 
 def is_installed() -> bool:
     """Return True between ``install()`` and ``uninstall()``."""
-    return _installed is not None
+    return _undo is not None
 
 
 def install() -> None:
@@ -123,24 +115,31 @@ def install() -> None:
 
     Raises RuntimeError, without any change, while units of torch's FSDP1 are alive.
     """
-    global _installed
-    if _installed is not None:
+    global _undo
+    if _undo is not None:
         return
-    pairs = _replacements()
+    pairs, undo = _replacements(), ExitStack()
     if HAS_FSDP1:
         _refuse_live_units()
     written = [each for each in _names_of_modules() if id(each[2]) in pairs]
     for module, name, value in written:
         setattr(module, name, pairs[id(value)][1])
-    forwarded: dict[str, object] = {}
+    undo.callback(_restore_names, written, frozenset(sys.modules))
     if HAS_FSDP1:
-        forwarded = _forward_class_attributes(_torchs_class())
+        _forward_class_attributes(undo)
         # watch torch's _runtime_utils: tests of torch and composer patch its functions
-        _torchs_runtime_utils().__class__ = _runtime_utils.Watched
-    added = [] if HAS_FSDP1 else put_public_names(importlib.import_module(_FSDP))
+        torchs = importlib.import_module(f"{_FSDP}._runtime_utils")
+        torchs.__class__ = _runtime_utils.Watched
+        undo.callback(setattr, torchs, "__class__", ModuleType)
+    else:
+        package = importlib.import_module(_FSDP)
+        for name in put_public_names(package):
+            undo.callback(delattr, package, name)
     replacements.apply()
+    undo.callback(replacements.revert)
     rank_local.reduces_over_ranks = True
-    _installed = _Installed(written, forwarded, added, frozenset(sys.modules))
+    undo.callback(setattr, rank_local, "reduces_over_ranks", False)
+    _undo = undo
 
 
 def uninstall() -> None:
@@ -149,42 +148,40 @@ def uninstall() -> None:
     A module imported since whose source mentions fsdp_c keeps its imports. Existing units keep their class.
     No-op if fsdp_c is not installed.
     """
-    global _installed
-    if _installed is None:
+    global _undo
+    if _undo is None:
         return
-    for name in _installed.added:
-        delattr(importlib.import_module(_FSDP), name)
-    for name, value in _installed.forwarded.items():
-        setattr(_torchs_class(), name, value)
-    if HAS_FSDP1:
-        _torchs_runtime_utils().__class__ = ModuleType
+    _undo.close()
     # functions patched in torch's module must no longer affect the runtime
     for name in _runtime_utils.ORIGINALS:
         _runtime_utils.replace(name, getattr(_runtime_utils, name))
-    replacements.revert()
-    rank_local.reduces_over_ranks = False
+    _undo = None
+
+
+def _restore_names(written: list[tuple[ModuleType, str, object]], seen: frozenset[str]) -> None:
+    """Revert ``written`` names (module, name, original), and names of modules imported since ``seen``."""
     theirs = {id(ours): original for original, ours in _replacements().values()}
-    for module, name, original in _installed.written:
+    for module, name, original in written:
         if id(vars(module).get(name)) in theirs:
             setattr(module, name, original)
     for module, name, value in _names_of_modules():
-        if id(value) in theirs and module.__name__ not in _installed.seen and not _mentions_us(module):
+        if id(value) in theirs and module.__name__ not in seen and not _mentions_us(module):
             setattr(module, name, theirs[id(value)])
-    _installed = None
 
 
 def _torchs_class() -> Any:
     return next(theirs for theirs, ours in _replacements().values() if ours is FullyShardedDataParallel)
 
 
-def _forward_class_attributes(theirs: type) -> dict[str, object]:
-    """Make torch's class construct fsdp_c units, with their static methods. Return the replaced attributes."""
-    had, ours = dict(vars(theirs)), vars(FullyShardedDataParallel)
-    new: dict[str, object] = {name: ours[name] for name in had if isinstance(ours.get(name), staticmethod)}
-    new["__init__"] = _init_as_ours(theirs)
-    for name, value in new.items():
+def _forward_class_attributes(undo: ExitStack) -> None:
+    """Make torch's class construct fsdp_c units, with their static methods, until ``undo`` is closed."""
+    theirs, ours = _torchs_class(), vars(FullyShardedDataParallel)
+    new: dict[str, object] = {
+        name: ours[name] for name in vars(theirs) if isinstance(ours.get(name), staticmethod)
+    }
+    for name, value in {**new, "__init__": _init_as_ours(theirs)}.items():
+        undo.callback(setattr, theirs, name, vars(theirs)[name])
         setattr(theirs, name, value)
-    return {name: had[name] for name in new}
 
 
 def _init_as_ours(theirs: Any) -> Callable[..., None]:
@@ -200,10 +197,6 @@ def _init_as_ours(theirs: Any) -> Callable[..., None]:
         self.__init__(*args, **kwargs)
 
     return construct
-
-
-def _torchs_runtime_utils() -> ModuleType:
-    return importlib.import_module(f"{_FSDP}._runtime_utils")
 
 
 def _names_of_modules() -> list[tuple[ModuleType, str, object]]:
