@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
@@ -13,19 +12,7 @@ from fsdp_c.compat.upstream import _get_param_to_fqns
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import ShardedModule, handles_in
 
-
-def _limit(name: str) -> Any:
-    """Return the property of the limit ``name``, which an existing runtime gets too."""
-
-    def get(order: ExecutionOrder) -> int:
-        return order._limits[name]
-
-    def set(order: ExecutionOrder, limit: int) -> None:
-        if (runtime := order._runtime()) is not None:
-            setattr(runtime, name, limit)
-        order._limits[name] = limit
-
-    return property(get, set)
+_LIMITS = ("_backward_prefetch_limit", "_forward_prefetch_limit")
 
 
 class ExecutionOrder:
@@ -35,18 +22,22 @@ class ExecutionOrder:
     limit.
     """
 
-    _backward_prefetch_limit = _limit("_backward_prefetch_limit")
-    _forward_prefetch_limit = _limit("_forward_prefetch_limit")
-
     def __init__(self) -> None:
-        self._limits = {"_backward_prefetch_limit": 1, "_forward_prefetch_limit": 1}
         self._root: Callable[[], ShardedModule | None] = lambda: None  # weak reference to the root once bound
+        self._backward_prefetch_limit = 1
+        self._forward_prefetch_limit = 1
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute. An existing runtime gets limits too."""
+        if name in _LIMITS and (runtime := self._runtime()) is not None:
+            setattr(runtime, name, value)
+        super().__setattr__(name, value)
 
     def bind(self, root: ShardedModule, runtime: _C.Runtime) -> None:
         """Attach to the tree of ``root`` and set the limits of its ``runtime``."""
         self._root = weakref.ref(root)
-        for name, limit in self._limits.items():
-            setattr(runtime, name, limit)
+        for name in _LIMITS:
+            setattr(runtime, name, getattr(self, name))
 
     def _runtime(self) -> _C.Runtime | None:
         root = self._root()
