@@ -42,7 +42,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from fsdp_c.checkpoint.pieces import crc32_of
 
@@ -124,17 +124,16 @@ def _is_of_dcp(metadata: Path) -> bool:
     return not start or b"torch.distributed.checkpoint.metadata" in start
 
 
-def locate(path: Path) -> Path:
-    """Return ``path`` if it is a checkpoint, else raise FileNotFoundError or NotADirectoryError."""
-    if is_checkpoint(path):
-        return path
+def check_is_checkpoint(path: Path) -> None:
+    """Raise FileNotFoundError or NotADirectoryError for a path that is not a checkpoint."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such checkpoint")
     if not path.is_dir():
         raise NotADirectoryError(f"{path}: is a file, but sharded checkpoints are folders")
-    raise FileNotFoundError(
-        f"{path}: not a checkpoint: it has no {METADATA} file (an interrupted save or copy?)"
-    )
+    if not is_checkpoint(path):
+        raise FileNotFoundError(
+            f"{path}: not a checkpoint: it has no {METADATA} file (an interrupted save or copy?)"
+        )
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -197,18 +196,12 @@ def with_footer(pickled: Iterable[bytes], footer: Footer) -> Iterator[bytes]:
 
 
 def read_footer(folder: Path, *, compare: bool = False) -> Footer | None:
-    """Return the footer of the folder's ``.metadata``. See ``footer_of``."""
-    with (folder / METADATA).open("rb") as file:
-        return footer_of(file, folder, compare=compare)
-
-
-def footer_of(file: BinaryIO, folder: Path, *, compare: bool) -> Footer | None:
     """Return the footer, None for a ``.metadata`` without one. Raise CheckpointError for damage.
 
     ``compare``: verify the checksum of the whole file.
     """
     path = folder / METADATA
-    with convert_errors(f"{path}: damaged at its end"):
+    with convert_errors(f"{path}: damaged at its end"), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - _LAST_LINE_NBYTES))
         if (line := _LAST_LINE.fullmatch(file.read(_LAST_LINE_NBYTES))) is None:

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -186,12 +186,11 @@ def parse_metadata(folder: Path) -> Iterator[None]:
         yield
 
 
-def checkpoint_of_torch(folder: Path, file: BinaryIO) -> Checkpoint:
-    """Return the checkpoint described by ``.metadata``, opened as ``file``. Chunks are validated on access."""
-    with parse_metadata(folder):
+def checkpoint_of_torch(folder: Path) -> Checkpoint:
+    """Return the checkpoint described by ``.metadata``. Chunks are validated on access."""
+    with parse_metadata(folder), (folder / METADATA).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         require(size <= _MAX_METADATA_NBYTES, f"it has {size} bytes")
-        file.seek(0)
         content = file.read()
         checkpoint = Checkpoint(folder, None, (len(content), zlib.crc32(content)))
         metadata = read_metadata(content)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._nested_dict import set_element
 
 from fsdp_c.checkpoint import objects
 from fsdp_c.checkpoint.contents import BytesEntry, Checkpoint, Chunk, PathInDict, TensorEntry
-from fsdp_c.checkpoint.folder import METADATA, CheckpointError, footer_of, locate
+from fsdp_c.checkpoint.folder import CheckpointError, check_is_checkpoint, read_footer
 from fsdp_c.checkpoint.layout_file import read_layout
 from fsdp_c.checkpoint.metadata import checkpoint_of_torch
 from fsdp_c.checkpoint.pieces import MAX_NBYTES, memory, narrow_box, read_data
@@ -36,10 +36,9 @@ def read_checkpoint(path: Path, *, compare: bool = True) -> Checkpoint:
     ``compare``: verify both files by their checksums. Raises FileNotFoundError if there is no checkpoint,
     CheckpointError for one that is damaged or not DCP's.
     """
-    folder = locate(path)
-    with (folder / METADATA).open("rb") as file:
-        footer = footer_of(file, folder, compare=compare)
-        return checkpoint_of_torch(folder, file) if footer is None else read_layout(folder, footer, compare)
+    check_is_checkpoint(path)
+    footer = read_footer(path, compare=compare)
+    return checkpoint_of_torch(path) if footer is None else read_layout(path, footer, compare)
 
 
 def read_chunk(checkpoint: Checkpoint, key: str, chunk: Chunk) -> Tensor:

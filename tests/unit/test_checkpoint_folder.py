@@ -323,7 +323,7 @@ def once(work: Callable[[], None], original: Callable[..., Any]) -> Callable[...
 @pytest.mark.parametrize(
     ("owner", "at"),
     [
-        (storage, "footer_of"),
+        (storage, "read_footer"),
         (contents.Checkpoint, "size"),
         (storage, "read_layout"),
         (layout_file, "size_and_crc32"),
