@@ -33,9 +33,7 @@ def _get_module_fsdp_state(module: nn.Module) -> Any:
     return state if isinstance(state, _FSDPState) else None
 
 
-def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> Any:
-    """Return ``module`` if it is a unit, else None."""
-    return _get_module_fsdp_state(module)
+_get_module_fsdp_state_if_fully_sharded_module = _get_module_fsdp_state  # units are their own modules
 
 
 def _module_handle(state: Any, module: nn.Module) -> Any:
