@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -221,9 +221,18 @@ class OptimTarget:
         self.first_group = first_group
         self.optimizer, self.checkpoint, self.prefix = optimizer, checkpoint, f"{key}."
         self.groups = _params_of(model, optimizer)
-        self.found = self._states()
+        self.found: dict[str, dict[str, Parts]] = {}  # keys of the saved states, by FQN and state name
+        for key_of_state, (fqn, name, *below) in self._paths_below("state").items():
+            self.found.setdefault(str(fqn), {}).setdefault(str(name), {})[tuple(below)] = key_of_state
+        # shapes of states saved as one tensor, by FQN and state name
+        self._shapes: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+        for fqn, states in self.found.items():
+            for name, parts in states.items():
+                entry = checkpoint.entries[parts[()]] if () in parts else None
+                if isinstance(entry, TensorEntry):
+                    self._shapes[fqn][name] = entry.shape
         self._numbers = names_of_numbers(
-            (layout.full_shape, self._saved_shapes(fqn))
+            (layout.full_shape, self._shapes[fqn])
             for params in self.groups
             for _, known in params
             if known.module is not None
@@ -241,13 +250,6 @@ class OptimTarget:
         self._group_keys = self._paths_below("param_groups")
         self.early_keys += self._group_keys
 
-    def _states(self) -> dict[str, dict[str, Parts]]:
-        """Return the keys of the saved states, by FQN and state name."""
-        found: dict[str, dict[str, Parts]] = {}
-        for key, (fqn, name, *below) in self._paths_below("state").items():
-            found.setdefault(str(fqn), {}).setdefault(str(name), {})[tuple(below)] = key
-        return found
-
     def _paths_below(self, name: str) -> dict[str, PathInDict]:
         """Return the paths below "state" or "param_groups" of their keys, also in flattened dicts."""
         root, found = f"{self.prefix}{name}", {}
@@ -256,14 +258,6 @@ class OptimTarget:
                 flat = tuple(key.removeprefix(f"{root}.").rpartition(".")[::2])
                 found[key] = path_below(path, root) or flat
         return found
-
-    def _saved_shapes(self, fqn: str) -> dict[str, tuple[int, ...]]:
-        entries = {
-            name: self.checkpoint.entries[parts[()]]
-            for name, parts in self.found.get(fqn, {}).items()
-            if () in parts
-        }
-        return {name: entry.shape for name, entry in entries.items() if isinstance(entry, TensorEntry)}
 
     def unknown_fqns(self) -> set[str]:
         """Return FQNs with state in the checkpoint that are not this optimizer's.
@@ -283,7 +277,7 @@ class OptimTarget:
             name: parts
             for fqn, states in found.items()
             for name, parts in states.items()
-            if self._is_whole(known, parts, self._saved_shapes(fqn).get(name))
+            if self._is_whole(known, parts, self._shapes[fqn].get(name))
         }
         state: dict[str, Callable[[], object]] = {}
         if whole and known.module is not None and not isinstance(self.optimizer, WholeParameters):
@@ -348,7 +342,7 @@ class OptimTarget:
     ) -> Callable[[], object]:
         """Prepare one state of a parameter. ``keys``: keys of the original parameters' state, by FQN."""
         first, own = next(iter(keys)), [*keys.values()]
-        shapes = [self._saved_shapes(fqn).get(name) for fqn in keys]  # None for an object
+        shapes = [self._shapes[fqn].get(name) for fqn in keys]  # None for an object
         is_number = known.module is not None and (
             name in self._numbers or (not shapes[0] and known.layouts[first].shape)
         )
