@@ -26,7 +26,7 @@ from fsdp_c.state.optim_params import (
     with_params,
 )
 from fsdp_c.state.redistribution import join_ranges
-from fsdp_c.state.sharded_values import ParamLayout, dtype_of, from_memory_order, shape_of
+from fsdp_c.state.sharded_values import ParamLayout, dtype_of, shape_of
 from fsdp_c.state.whole_state import WholeState, has_tensors, loaded_state, moved_to_owners
 
 Names = tuple[str, ...]  # FQN of a parameter, and name of a state
@@ -204,7 +204,7 @@ def _copies(values: Sequence[LoadedValue], parts: dict[Names, LoadedPart]) -> di
     for names, flat in copies.items():
         module, layout, *_ = values[parts[names].position]
         if not handle_of(module).layout.sharded:
-            copies[names] = from_memory_order(flat, layout.shape, layout.order)
+            copies[names] = layout.shaped(flat)
     return copies
 
 

@@ -73,6 +73,10 @@ class ParamLayout(NamedTuple):
         """Shape over the ranks of tensor parallelism too."""
         return full_shape(self.parallel, self.shape)
 
+    def shaped(self, flat: Tensor) -> Tensor:
+        """Return a view of all elements, in memory order, with the parameter's shape and strides."""
+        return from_memory_order(flat, self.shape, self.order)
+
 
 Part = tuple[
     ShardedModule, ParamLayout, Tensor
@@ -148,7 +152,7 @@ def parts_of_shard(module: ShardedModule, shard: Tensor) -> list[Part]:
     """Return this rank's part of each parameter, in its own shape if the unit is not sharded."""
     is_sharded = handle_of(module).layout.sharded
     return [
-        (module, layout, part if is_sharded else from_memory_order(part, layout.shape, layout.order))
+        (module, layout, part if is_sharded else layout.shaped(part))
         for layout, part in split_shard(module, shard)
     ]
 
