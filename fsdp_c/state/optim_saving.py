@@ -24,18 +24,11 @@ from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.holders import Ranks, group_of_model, ranks_of
 from fsdp_c.sharding.process_groups import all_gather_objects, multi_rank_groups
-from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
+from fsdp_c.sharding.sharded_module import handle_of
 from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, with_params
 from fsdp_c.state.quantized_state import is_made_of_tensors
 from fsdp_c.state.redistribution import join_ranges
-from fsdp_c.state.sharded_values import (
-    ParamLayout,
-    Part,
-    param_layouts,
-    saved_parts,
-    saved_shards,
-    value_of_rows,
-)
+from fsdp_c.state.sharded_values import saved_parts, saved_shards, value_of_rows
 from fsdp_c.state.whole_state import WholeState, full_values, has_tensors, sharded_value
 from fsdp_c.tools import collective_errors
 
@@ -72,7 +65,7 @@ def save_optim_state(
         params.by_param[param]: osd["state"][key] for key, param in keys.items() if key in osd["state"]
     }
     held = _agree(params, local, options)
-    values: dict[tuple[str, str], Any] = {**_tensors(local, held, options)}
+    values: dict[tuple[str, str], Any] = {**_tensors(params, local, held, options)}
     values |= _whole_states(params, local, held, options)
     if not options.returns_state:
         return {}
@@ -284,13 +277,12 @@ def _merged(name: str, held: Sequence[dict[str, _Held]]) -> _Held:
 
 
 def _tensors(
-    local: dict[OptimParam, ParamState], held: dict[OptimParam, _Held], options: SaveOptions
+    params: OptimParams,
+    local: dict[OptimParam, ParamState],
+    held: dict[OptimParam, _Held],
+    options: SaveOptions,
 ) -> dict[tuple[str, str], Tensor]:
     """Return the tensors that are sharded like their parameters, by (FQN, state name). Collective."""
-    keys: list[tuple[str, str]] = []
-    parts: list[Part] = []
-    flat: list[tuple[ShardedModule, Tensor]] = []  # state of flat parameters
-    flat_keys: list[list[tuple[str, str]]] = []
     nothing = {
         dtype: torch.empty(0, dtype=dtype, device="cpu") for one in held.values() for _, dtype in one.tensors
     }
@@ -301,32 +293,30 @@ def _tensors(
         for known, one in held.items()
         for name, dtype in one.tensors
     )
-    for _, name, _, dtype, known in order:
-        value = local.get(known, {}).get(name, nothing[dtype]).detach()
-        if known.is_original:
-            keys.append((known.fqns[0], name))
-            value = value if known.is_whole else value.reshape(-1)
-            parts.append((known.owner, known.layout, value))
-        else:
-            flat.append((known.owner, value))
-            flat_keys.append([(fqn, name) for fqn in known.fqns])
+    own = [
+        (known, local.get(known, {}).get(name, nothing[dtype]).detach()) for _, name, _, dtype, known in order
+    ]
     form = (
         options.shard_state,
         options.rank0_only,
         lambda _: options.cpu_offload,
         options.returns_state if options.rank0_only else None,
     )
-    saved: list[tuple[ShardedModule, tuple[str, str], ParamLayout, Any]] = []
-    for (module, _), own_keys, made in zip(flat, flat_keys, saved_shards(flat, *form), strict=True):
-        # no values on ranks without a result
-        each = zip(own_keys, param_layouts(module), made, strict=False)
-        saved += [(module, *one) for one in each]
-    for key, (module, layout, _), value in zip(keys, parts, saved_parts(parts, *form), strict=True):
-        saved.append((module, key, layout, value))
+    if params.use_orig_params:
+        parts = [
+            (known.owner, known.layout, value if known.is_whole else value.reshape(-1))
+            for known, value in own
+        ]
+        saved = [[value] for value in saved_parts(parts, *form)]
+    else:
+        saved = saved_shards([(known.owner, value) for known, value in own], *form)
     values: dict[tuple[str, str], Any] = {}
-    for module, key, layout, value in saved:
+    for (_, name, _, _, known), made in zip(order, saved, strict=True):
+        module = known.owner
         is_rows = options.shard_state and handle_of(module).layout.sharded and module._fsdp_extension is None
-        values[key] = value_of_rows(module, value, layout) if is_rows else value
+        # no values on ranks without a result
+        for (fqn, layout), value in zip(known.layouts.items(), made, strict=False):
+            values[fqn, name] = value_of_rows(module, value, layout) if is_rows else value
     return values
 
 
