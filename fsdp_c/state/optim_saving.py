@@ -128,7 +128,7 @@ def _agree(
                 f"optimizer but some ranks are missing some of those states: {missing}"
             )
         for name in held[0]:
-            _check_same_tensors(name, held)
+            _common_state(name, held, only_tensors=True)
         return {managed[name]: mine.held[name] for name in held[0]}
     names = {name for one in held for name in one}
     if names and _names_conflict(reports, options):
@@ -142,7 +142,10 @@ def _agree(
             raise ValueError(
                 f"rank {rank} holds elements of {name} but no optimizer state of it, as other ranks do"
             )
-    return {managed[name]: _merged(name, held) for name in sorted(names & managed.keys())}
+    return {
+        managed[name]: _common_state(name, held, only_tensors=False)
+        for name in sorted(names & managed.keys())
+    }
 
 
 def _group_names(
@@ -244,26 +247,22 @@ def _is_sharded(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _check_same_tensors(name: str, held: Sequence[dict[str, _Held]]) -> None:
-    having = {rank: one[name].tensors for rank, one in enumerate(held) if name in one}
-    first_rank, first = next(iter(having.items()))
-    for rank, tensors in having.items():
-        if tensors != first:
-            raise ValueError(
-                f"ranks hold different optimizer state of {name}: rank {first_rank} {first}, rank {rank} "
-                f"{tensors}"
-            )
+def _common_state(name: str, held: Sequence[dict[str, _Held]], only_tensors: bool) -> _Held:
+    """Return the state of a parameter on the first rank that has any. Raise if another rank's differs.
 
-
-def _merged(name: str, held: Sequence[dict[str, _Held]]) -> _Held:
-    """Return the state of a parameter that all ranks with state agree on. Raise if they differ."""
+    ``only_tensors``: compare only the names and dtypes of tensors.
+    """
     having = {rank: one[name] for rank, one in enumerate(held) if name in one}
     first_rank, first = next(iter(having.items()))
     for rank, other in having.items():
-        if other == first:
-            continue
-        _check_same_tensors(name, held)
+        if other.tensors != first.tensors:
+            raise ValueError(
+                f"ranks hold different optimizer state of {name}: rank {first_rank} {first.tensors}, rank {rank} "
+                f"{other.tensors}"
+            )
         ours, theirs = (*first.scalars, *first.others), (*other.scalars, *other.others)
+        if only_tensors or theirs == ours:
+            continue
         key = next(one[0] for one in (*theirs, *ours) if one not in ours or one not in theirs)
         found, wanted = ([one[1:] for one in entries if one[0] == key] for entries in (theirs, ours))
         raise AssertionError(

@@ -53,11 +53,8 @@ class WholeState:
         """Return a copy with ``function`` applied to tensors. 0-d tensors are copied to the CPU, as in other state."""
 
         def of(tensor: Tensor) -> Any:
-            return (
-                function(tensor)
-                if isinstance(tensor, ShardedTensor) or tensor.dim()
-                else tensor.detach().to("cpu", copy=True)
-            )
+            is_number = not isinstance(tensor, ShardedTensor) and tensor.dim() == 0
+            return tensor.detach().to("cpu", copy=True) if is_number else function(tensor)
 
         return WholeState(pytree.tree_map_only(Tensor, of, self.value), self.holder)
 
