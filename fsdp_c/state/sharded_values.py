@@ -78,10 +78,8 @@ class ParamLayout(NamedTuple):
         return from_memory_order(flat, self.shape, self.order)
 
 
-Part = tuple[
-    ShardedModule, ParamLayout, Tensor
-]  # unit, layout of a parameter, and this rank's part of a tensor divided like it
-
+# unit, layout of a parameter, and this rank's part of a tensor divided like it
+Part = tuple[ShardedModule, ParamLayout, Tensor]
 
 _layouts: weakref.WeakKeyDictionary[FlatParamHandle, list[ParamLayout]] = weakref.WeakKeyDictionary()
 
@@ -146,15 +144,6 @@ def split_shard(module: ShardedModule, shard: Tensor) -> Iterator[tuple[ParamLay
         end = start + numel
     parts = shard.split_with_sizes([*sizes, shard.numel() - end])
     return zip(param_layouts(module), parts[1::2], strict=True)
-
-
-def parts_of_shard(module: ShardedModule, shard: Tensor) -> list[Part]:
-    """Return this rank's part of each parameter, in its own shape if the unit is not sharded."""
-    is_sharded = handle_of(module).layout.sharded
-    return [
-        (module, layout, part if is_sharded else layout.shaped(part))
-        for layout, part in split_shard(module, shard)
-    ]
 
 
 # ----------------------------------------------------------------- conversion between shards and rows
@@ -231,12 +220,13 @@ def saved_shards(
     parts: list[Part] = []
     places: list[int] = []
     for place, (module, shard) in enumerate(shards):
-        if handle_of(module).layout.sharded and not as_rows and not handle_of(module).is_parallel:
+        is_sharded = handle_of(module).layout.sharded
+        if is_sharded and not as_rows and not handle_of(module).is_parallel:
             flat.append((module, shard, place))
-        else:
-            own = parts_of_shard(module, shard)
-            parts += own
-            places += [place] * len(own)
+            continue
+        for layout, part in split_shard(module, shard):
+            parts.append((module, layout, part if is_sharded else layout.shaped(part)))
+            places.append(place)
     for group, items in by_group(flat):
         found = wholes_of_shards([(module, shard) for module, shard, _ in items], group, rank0_only)
         for (module, _, place), wholes in zip(items, found, strict=True):
