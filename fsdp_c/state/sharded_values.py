@@ -75,7 +75,7 @@ class ParamLayout(NamedTuple):
 
     def shaped(self, flat: Tensor) -> Tensor:
         """Return a view of all elements, in memory order, with the parameter's shape and strides."""
-        return from_memory_order(flat, self.shape, self.order)
+        return dims_from_memory(flat.view(self.memory_shape), self.order)
 
 
 # unit, layout of a parameter, and this rank's part of a tensor divided like it
@@ -117,11 +117,8 @@ def to_memory_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
 
 def from_memory_order(tensor: Tensor, shape: Sequence[int], order: tuple[int, ...] | None) -> Tensor:
     """Return a view of ``shape``, with the strides of ``order``, of a result of ``to_memory_order``, of any shape."""
-    return (
-        tensor.view(shape)
-        if order is None
-        else dims_from_memory(tensor.view([shape[dim] for dim in order]), order)
-    )
+    memory_shape = shape if order is None else [shape[dim] for dim in order]
+    return dims_from_memory(tensor.view(memory_shape), order)
 
 
 def dims_from_memory(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
