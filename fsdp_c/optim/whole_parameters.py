@@ -664,7 +664,7 @@ def _moved_to_shards(values: Sequence[tuple[_Whole, Tensor | None, torch.dtype]]
         own_shard, own_replica = ranks.own_place
         made = []
         for whole, value, dtype in (values[index] for index in indices):
-            if value is None or replica != own_replica:
+            if value is None:
                 # the owner's replica receives by _redistributed
                 numel = 0 if replica == own_replica else whole.held_numel(own_shard)
                 made.append(torch.empty(numel, dtype=dtype, device=ranks.device))
