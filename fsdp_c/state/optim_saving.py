@@ -89,8 +89,8 @@ class _RankReport(NamedTuple):
     held: dict[str, _Held]
     lacking: frozenset[str]  # parameters with elements on the rank, but without optimizer state
     names: bytes  # digest of all names
-    # by digest of a unit's process group: number of its ranks that report, digest of its names
-    group_names: dict[bytes, tuple[int, bytes]]
+    # per process group of units: number of its ranks that report, digest of its ranks and names
+    group_names: list[tuple[int, bytes]]
     error: str | None
 
 
@@ -148,9 +148,7 @@ def _agree(
     }
 
 
-def _group_names(
-    managed: dict[str, OptimParam], group: dist.ProcessGroup | None
-) -> dict[bytes, tuple[int, bytes]]:
+def _group_names(managed: dict[str, OptimParam], group: dist.ProcessGroup | None) -> list[tuple[int, bytes]]:
     """Return :attr:`_RankReport.group_names` of this rank, where the ranks of ``group`` report."""
     reporting = {*(range(dist.get_world_size()) if group is None else ranks_of(group))}
     names: dict[Ranks, list[str]] = {}
@@ -158,7 +156,7 @@ def _group_names(
         own = [name for name, _ in same]
         for each in multi_rank_groups(module.process_group, module._replicate_group):
             names.setdefault(ranks_of(each), []).extend(own)
-    return {digest_of(ranks): (len(reporting & {*ranks}), digest_of(own)) for ranks, own in names.items()}
+    return [(len(reporting & {*ranks}), digest_of((ranks, own))) for ranks, own in names.items()]
 
 
 def _names_conflict(reports: Sequence[_RankReport], options: SaveOptions) -> bool:
@@ -171,8 +169,8 @@ def _names_conflict(reports: Sequence[_RankReport], options: SaveOptions) -> boo
     others = (value for report in reports for held in report.held.values() for _, value in held.others)
     if options.rank0_only or any(isinstance(value, WholeState) for value in others):
         return True  # all ranks exchange these
-    entries = Counter(entry for report in reports for entry in report.group_names.items())
-    return any(count != expected for (_, (expected, _)), count in entries.items())
+    entries = Counter(entry for report in reports for entry in report.group_names)
+    return any(count != expected for (expected, _), count in entries.items())
 
 
 def _misfit(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> str | None:
