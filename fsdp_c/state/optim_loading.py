@@ -261,8 +261,8 @@ def _copied(value: Any, options: LoadOptions) -> Any:
         return value.broadcast(device, options.group)
     if isinstance(value, Tensor):
         return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(one, options) for key, one in value.items()}
+    if has_tensors(value, OnRank0):
+        return pytree.tree_map(lambda one: _copied(one, options), value)
     return value if isinstance(value, WholeState) else copy.deepcopy(value)
 
 

@@ -380,12 +380,14 @@ def test_unknown_names_are_refused_in_groups_and_passed_through_in_state(rank, u
         state = saved(model, optimizer, kind, config)
         if state:
             assert "inp.weight" in state["param_groups"][0]["params"]
-            state["state"]["nope"] = {"exp_avg": torch.ones(3)}
+            state["state"]["nope"] = {"exp_avg": torch.ones(3), "factors": [torch.ones(2)]}
         loaded = to_load(
             model, optimizer, copy.deepcopy(state) if kind == FULL else state, kind, config, **more
         )
         if form != "rank 0":  # torch's other ranks have a placeholder
             assert torch.equal(loaded["state"]["nope"]["exp_avg"], torch.ones(3))
+        if which == "fsdp_c":
+            assert torch.equal(loaded["state"]["nope"]["factors"][0], torch.ones(2))
         if state:
             state["param_groups"][0]["params"] += ["nope"]
         before = repr(optimizer.state_dict())
