@@ -244,7 +244,7 @@ def saving(fsdp_module: ShardedModule) -> Iterator[None]:
     _refuse_part_of_shared(fsdp_module)
     config = fsdp_module._state_dict_config
     if isinstance(config, FullStateDictConfig) and config.offload_to_cpu and not config.rank0_only:
-        if any(unit._handle is not None and unit._handle.layout.sharded for unit in units_of(fsdp_module)):
+        if any(handle.layout.sharded for handle in handles_in(fsdp_module)):
             warn_of_copies()
     _saving.outermost, _saving.values = fsdp_module, {}
     try:
@@ -373,7 +373,9 @@ def _pre_load_hook(
                         missing_keys.extend(prefix + name for name in sorted(mark.missing))
                 elif part._handle is not None:
                     stack.enter_context(unsharded_for_load(part, state_dict, prefix))
-        _replace_prefix(state_dict, prefix, prefix + WRAPPED_PREFIX)
+        # moved to the end of the dict, in their order
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            state_dict[prefix + WRAPPED_PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)
         _open[fsdp_module] = _Open(stack.pop_all(), {}, supplied)
 
 
@@ -489,12 +491,6 @@ def with_wrapped_metadata(fsdp_module: ShardedModule, state_dict: object) -> obj
         if path not in metadata and _unwrapped(path) in metadata:
             copy._metadata[path] = metadata[_unwrapped(path)]
     return copy
-
-
-def _replace_prefix(state_dict: StateDict, old: str, new: str) -> None:
-    """Rename the keys that start with ``old``, and move them to the end of the dict, in their order."""
-    for key in [key for key in state_dict if key.startswith(old)]:
-        state_dict[new + key[len(old) :]] = state_dict.pop(key)
 
 
 @contextlib.contextmanager
