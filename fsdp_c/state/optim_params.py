@@ -199,18 +199,23 @@ def check_optimizer(optim: object) -> None:
         )
 
 
-def params_of_input(optim_input: OptimInput | nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of an optimizer built from ``optim_input`` (tensors, groups, or a model), in order.
+def held_params(
+    model: nn.Module, optim_input: OptimInput, optim: torch.optim.Optimizer | None
+) -> list[nn.Parameter]:
+    """Return the parameters of ``optim_input`` (tensors or groups), ``optim`` or ``model``, the first that is given.
 
     Raises TypeError for other input, ValueError for empty input, AssertionError for a group without "params".
     """
-    if isinstance(optim_input, nn.Module):
-        return list(optim_input.parameters())
+    if optim_input is None and optim is not None:
+        return [param for group in optim.param_groups for param in group["params"]]
+    source = model if optim_input is None else optim_input
+    if isinstance(source, nn.Module):
+        return list(source.parameters())
     try:
-        given: list[Any] = list(optim_input)  # type: ignore[arg-type]  # TypeError for None, see below
+        given: list[Any] = list(source)
     except TypeError as error:
         raise TypeError(
-            f"Optimizer input should be an iterable of Tensors or dicts, but got {type(optim_input).__name__}"
+            f"Optimizer input should be an iterable of Tensors or dicts, but got {type(source).__name__}"
         ) from error
     if not given:
         raise ValueError("Optimizer input should not be empty")
@@ -227,15 +232,6 @@ def params_of_input(optim_input: OptimInput | nn.Module) -> list[nn.Parameter]:
     for group in given:
         found += [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
     return found
-
-
-def held_params(
-    model: nn.Module, optim_input: OptimInput, optim: torch.optim.Optimizer | None
-) -> list[nn.Parameter]:
-    """Return the parameters that the optimizer holds, in order. ``optim_input`` is used if it is not None."""
-    if optim_input is None and optim is not None:
-        return [param for group in optim.param_groups for param in group["params"]]
-    return params_of_input(model if optim_input is None else optim_input)
 
 
 def names_of_params(model: nn.Module) -> dict[nn.Parameter, str]:
