@@ -35,7 +35,7 @@ from fsdp_c.sharding.sharded_module import (
     units_with_paths,
 )
 from fsdp_c.sharding.tensor_parallel import like
-from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit
+from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit, walk
 from fsdp_c.state.loaded_parts import LoadedValue, is_sharded, loaded_parts
 from fsdp_c.state.sharded_values import dtype_of, param_layouts, shape_of, split_shard, whole_of_value
 from fsdp_c.state.state_dict_saving import is_full, is_shown, local_shard, type_of
@@ -69,7 +69,8 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
         for path, inner in units_with_paths(fsdp_module)
         if type_of(inner) != StateDictType.LOCAL_STATE_DICT  # loaded in its own hook, also inside a full unit
     ]
-    transforms = check_entries(fsdp_module, state_dict, prefix)
+    transforms = any(_transforms_on_load(module) for _, module in walk(fsdp_module, once=True))
+    check_entries(fsdp_module, state_dict, prefix)
     _warn_of_conversions(fsdp_modules, state_dict)
     if transforms:
         fsdp_modules = fsdp_modules[: len(parts)]
@@ -231,20 +232,16 @@ def load_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) 
 # ----------------------------------------------------------------- checks
 
 
-def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> bool:
-    """Raise one RuntimeError for all entries below ``prefix`` of wrong type or shape, before any copy.
-
-    Returns True if there are modules with custom loading code, whose entries are not checked.
-    """
+def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
+    """Raise one RuntimeError for all entries below ``prefix`` of wrong type or shape, before any copy."""
     errors: list[str] = []
-    transforming: list[nn.Module] = []
     own = {
         id(param)
         for module in units_of(fsdp_module)
         if module._handle
         for param in module._handle.flat_param._params or ()
     }
-    for key, shape in _expected_shapes(fsdp_module, prefix, transforming):
+    for key, shape in _expected_shapes(fsdp_module, prefix):
         value = state_dict.get(key, _ABSENT)
         if value is _ABSENT or (type(value) is Tensor and value.shape == shape) or id(value) in own:
             continue
@@ -261,7 +258,6 @@ def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str
             f"Error(s) in loading state_dict for {type(fsdp_module).__name__} on rank {fsdp_module.rank}:"
         )
         raise RuntimeError("\n\t".join([header, *errors]))
-    return bool(transforming)
 
 
 def _warn_of_conversions(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -> None:
@@ -282,13 +278,8 @@ def _warn_of_conversions(modules: Sequence[tuple[str, ShardedModule]], state_dic
         )
 
 
-def _expected_shapes(
-    fsdp_module: ShardedModule, prefix: str, transforming: list[nn.Module]
-) -> Iterator[tuple[str, torch.Size]]:
-    """Yield (name, full shape) of entries below a unit, except of local values.
-
-    Modules with custom loading code are appended to ``transforming``, and their entries skipped.
-    """
+def _expected_shapes(fsdp_module: ShardedModule, prefix: str) -> Iterator[tuple[str, torch.Size]]:
+    """Yield (name, full shape) of entries below a unit, except of local values and modules with custom loading code."""
     managed: dict[nn.Module, dict[str, torch.Size | None]] = {}
     for inner in units_of(fsdp_module):
         for param in inner._handle.managed_params if inner._handle is not None else ():
@@ -298,7 +289,6 @@ def _expected_shapes(
     while pending:
         path, module = pending.pop()
         if _transforms_on_load(module):
-            transforming.append(module)
             continue
         of_unit = managed.get(module, {})
         for name, shape in of_unit.items():
