@@ -171,18 +171,16 @@ def saved_parts(
             if is_receiver is not None and isinstance(value, DTensor):
                 value = value.full_tensor()
         if is_receiver is not False:
-            device = torch.device("cpu") if is_offloaded[module] else value.device
+            device = torch.device("cpu") if offloads(module) else value.device
             values[index] = value.to(device, copy=not is_new)
 
-    modules = dict.fromkeys(module for module, *_ in parts)
-    is_sharded = {module: handle_of(module).layout.sharded for module in modules}
-    is_offloaded = {module: offloads(module) for module in modules}
-    sharded = []
-    for index, (module, _, data) in enumerate(parts):
-        if is_sharded[module]:
-            sharded.append((module, index))
+    sharded: list[tuple[ShardedModule, int]] = []
+    for module, of_unit in itertools.groupby(range(len(parts)), lambda index: parts[index][0]):
+        if handle_of(module).layout.sharded:
+            sharded += [(module, index) for index in of_unit]
         else:
-            put(index, data, is_new=False)
+            for index in of_unit:
+                put(index, parts[index][2], is_new=False)
     for group, items in by_group(sharded):
         rows: list[int] = []
         wholes: list[int] = []
