@@ -18,13 +18,7 @@ from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.sharding.holders import group_of_model
 from fsdp_c.sharding.sharded_module import handle_of
 from fsdp_c.state.loaded_parts import LoadedPart, LoadedValue, OnRank0, is_sharded, loaded_parts
-from fsdp_c.state.optim_params import (
-    Key,
-    OptimParam,
-    OptimParams,
-    names_of_numbers,
-    with_params,
-)
+from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, names_of_numbers, with_params
 from fsdp_c.state.redistribution import join_ranges
 from fsdp_c.state.sharded_values import ParamLayout, dtype_of, shape_of
 from fsdp_c.state.whole_state import WholeState, has_tensors, loaded_state, moved_to_owners

@@ -47,12 +47,7 @@ from fsdp_c.sharding.sharded_module import (
 )
 from fsdp_c.sharding.traversal import WRAPPED_PREFIX, clean_name, is_unit, named_buffers
 from fsdp_c.sharding.wrap import unit_name
-from fsdp_c.state.state_dict_loading import (
-    begin_load,
-    load_local_value,
-    supplied_names,
-    unsharded_for_load,
-)
+from fsdp_c.state.state_dict_loading import begin_load, load_local_value, supplied_names, unsharded_for_load
 from fsdp_c.state.state_dict_saving import (
     full_values_shown,
     is_dropped,
