@@ -91,10 +91,6 @@ class _Whole:
         return self.owner == self.ranks.own_place
 
     @property
-    def is_divided(self) -> bool:
-        return self.ranks.shards is not None
-
-    @property
     def nbytes(self) -> int:
         return self.numel * self.param.itemsize
 
@@ -104,10 +100,6 @@ class _Whole:
         rows = self.held.shape[0] if self.held.dim() > 1 else 0
         least = min(rows, self.numel // rows) if rows else 0
         return least * (2 * self.numel + least**2) if least else self.numel
-
-    def held_numel(self, rank: int) -> int:
-        """Return the number of the parameter's elements on ``rank``, an index into the shard's ranks."""
-        return self.shard.numel_on(rank) if self.is_divided else self.numel
 
     def flat(self, value: Tensor) -> Tensor:
         """Return a 1-D view or copy of a tensor with the shape of ``param`` or ``held``, in memory order."""
@@ -468,7 +460,7 @@ def _choose_owners(wholes: Sequence[_Whole]) -> None:
         share = sum(whole.cost for whole in members) / len(load)
         for whole in sorted(members, key=lambda whole: -whole.cost):
             room = [place for place, cost in load.items() if cost + whole.cost <= share]
-            held = {place: whole.held_numel(place[0]) for place in room}
+            held = {place: whole.shard.numel_on(place[0]) for place in room}
             whole.owner = (
                 max(room, key=lambda place: (held[place], -load[place]))
                 if room
@@ -666,7 +658,7 @@ def _moved_to_shards(values: Sequence[tuple[_Whole, Tensor | None, torch.dtype]]
         for whole, value, dtype in (values[index] for index in indices):
             if value is None:
                 # the owner's replica receives by _redistributed
-                numel = 0 if replica == own_replica else whole.held_numel(own_shard)
+                numel = 0 if replica == own_replica else whole.shard.numel_on(own_shard)
                 made.append(torch.empty(numel, dtype=dtype, device=ranks.device))
             else:
                 made.append(whole.flat(value).to(ranks.device))
@@ -675,8 +667,7 @@ def _moved_to_shards(values: Sequence[tuple[_Whole, Tensor | None, torch.dtype]]
         if ranks.replicas is not None and ranks.replicas.size() > 1:
             dist._broadcast_coalesced(ranks.replicas, made, BUCKET_NBYTES, replica)
         for index, flat in zip(indices, made, strict=True):
-            whole = values[index][0]
-            parts[index] = flat if whole.is_divided else whole.shaped(flat)
+            parts[index] = values[index][0].shaped(flat) if ranks.shards is None else flat
     return [parts[index] for index in range(len(values))]
 
 
