@@ -602,20 +602,17 @@ def _moved_to_owners(parts: Sequence[tuple[_Whole, Tensor]]) -> Iterator[Tensor 
     if not parts:
         return
     ranks = parts[0][0].ranks
-    of_replica = [(whole, part) for whole, part in parts if whole.owner[1] == ranks.own_place[1]]
-    wholes: Iterator[Tensor] | None = None
-    if ranks.shards is not None:
-        flat = (whole.flat(part) for whole, part in of_replica)
-        wholes = _redistributed([whole for whole, _ in of_replica], flat, to_owners=True)
-    for whole, part in parts:
-        if whole.owner[1] != ranks.own_place[1]:
-            yield None
-        elif wholes is None:
+    if ranks.shards is None:
+        for whole, part in parts:
             # new memory: the last bits of matrix products depend on alignment
-            yield part.to(ranks.device, copy=True)
-        else:
-            value = next(wholes)
-            yield whole.shaped(value) if whole.is_own else None
+            yield part.to(ranks.device, copy=True) if whole.is_own else None
+        return
+    of_replica = [(whole, part) for whole, part in parts if whole.owner[1] == ranks.own_place[1]]
+    flat = (whole.flat(part) for whole, part in of_replica)
+    made = _redistributed([whole for whole, _ in of_replica], flat, to_owners=True)
+    for whole, _ in parts:
+        value = next(made) if whole.owner[1] == ranks.own_place[1] else None
+        yield whole.shaped(value) if value is not None and whole.is_own else None
 
 
 def _redistributed(wholes: Sequence[_Whole], values: Iterable[Tensor], to_owners: bool) -> Iterator[Tensor]:
