@@ -221,9 +221,8 @@ def register_hooks(fsdp_module: ShardedModule) -> None:
 class _Saving(threading.local):
     """Outermost ``state_dict()`` of a unit in this thread. Its units share their transfers."""
 
-    outermost: ShardedModule | None = None
-
     def __init__(self) -> None:
+        self.outermost: ShardedModule | None = None
         self.values: dict[ShardedModule, list[Tensor]] = {}
 
 
