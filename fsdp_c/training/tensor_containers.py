@@ -81,8 +81,8 @@ def tensors_of(output: object) -> list[torch.Tensor]:
     """Return all tensors in ``output`` that require grad, each once.
 
     Searches containers, dataclasses, PackedSequences, registered pytrees, iterators, generators, methods,
-    partials, closures, and the attributes of other objects. A missed tensor would not trigger the unshard
-    before its backward.
+    partials, closures, and the attributes of other objects, also of those that can be called. A missed
+    tensor would not trigger the unshard before its backward.
     """
     found: dict[int, torch.Tensor] = {}
     _search(output, found, set(), _ATTRIBUTE_DEPTH)
@@ -129,11 +129,7 @@ def _search(value: object, found: dict[int, torch.Tensor], seen: set[int], depth
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             found[id(value)] = value
-    elif (
-        not isinstance(value, _OPAQUE)
-        and id(value) not in seen
-        and (_HELD.get(type(value)) or not callable(value))
-    ):
+    elif not isinstance(value, _OPAQUE) and id(value) not in seen:
         seen.add(id(value))
         children, is_container = _children(value)
         if is_container or depth > 0:

@@ -37,6 +37,16 @@ class DataOutput:
     other: Any = None
 
 
+class CallableOutput:
+    """An output with ``__call__``, as torch_geometric's ``Data`` and ``Batch``."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+    def __call__(self, name: str) -> Tensor:
+        return getattr(self, name)
+
+
 class Registered:
     """A container registered with pytree."""
 
@@ -88,6 +98,7 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "method": (lambda x: x.sum, lambda out: out(0)),
     "partial": (lambda x: functools.partial(torch.add, x, other=x), lambda out: out()),
     "closure": (lambda x: lambda: x * 2, lambda out: out()),
+    "object with __call__": (CallableOutput, lambda out: out("value")),
 }
 
 
