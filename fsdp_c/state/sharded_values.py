@@ -373,15 +373,20 @@ def whole_of_value(value: object, fqn: str, module: ShardedModule, layout: Param
 
 
 def value_of_rows(module: ShardedModule, rows: Tensor, layout: ParamLayout) -> Tensor:
-    """Return the sharded value for ``rows`` of this rank.
+    """Return the sharded value for ``rows`` of this rank. Collective for a 2-D mesh without a hybrid strategy.
 
     A DTensor if the unit has a device mesh, else a ShardedTensor, contiguous for parameters of any strides; a
     plain tensor for a 0-d parameter.
     """
     if (mesh := module._device_mesh) is not None:
         meta = TensorMeta(layout.shape, strides_in(layout.shape, layout.order), rows.dtype)
-        spec = DTensorSpec(mesh, _placements(mesh, bool(layout.shape)), meta)
-        return DTensor(rows, spec, requires_grad=False)
+        placements = _placements(mesh, bool(layout.shape))
+        if mesh.ndim == 1 or module._replicate_group is not None:
+            return DTensor(rows, DTensorSpec(mesh, placements, meta), requires_grad=False)
+        # Without a hybrid strategy, rows are divided over the first dimension of the mesh.
+        spec = DTensorSpec(mesh, placements[::-1], meta)
+        value = DTensor(rows.to(module.compute_device), spec, requires_grad=False)
+        return value.redistribute(placements=placements).to(rows.device)
     if not layout.shape:
         return rows
     return _Places.of(module, rows.device.type).sharded_tensor(rows.contiguous(), layout.shape)
@@ -488,6 +493,17 @@ def _placements(mesh: DeviceMesh, has_rows: bool) -> tuple[Placement, ...]:
     return (*[Replicate()] * (mesh.ndim - 1), last)
 
 
+def _has_rows_of(value: DTensor, module: ShardedModule) -> bool:
+    """Return True, on all ranks, if the local tensors of ``value`` are the rows of the unit's ranks."""
+    mesh = value.device_mesh
+    if mesh.size(-1) != module.world_size or value.placements != _placements(mesh, value.dim() > 0):
+        return False
+    coordinate = mesh.get_coordinate()
+    if mesh.ndim == 1 or coordinate is None:
+        return True
+    return mesh.mesh[tuple(coordinate[:-1])].tolist() == dist.get_process_group_ranks(module.process_group)
+
+
 def shape_of(value: Any) -> torch.Size:
     """Return the shape of a tensor or placeholder. ShardedTensor's own attribute would use its dispatcher."""
     return value.metadata().size if isinstance(value, ShardedTensor) else value.shape
@@ -505,8 +521,7 @@ def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamL
     into rows over the ranks of its group.
     """
     if isinstance(value, DTensor):
-        mesh = value.device_mesh
-        if mesh.size(-1) == module.world_size and value.placements == _placements(mesh, value.dim() > 0):
+        if _has_rows_of(value, module):
             return value.to_local()
         return own_rows(value.full_tensor(), module.rank, module.world_size)
     if not isinstance(value, ShardedTensor):

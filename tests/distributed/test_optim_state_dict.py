@@ -133,18 +133,20 @@ def test_parameters_of_different_steps_keep_their_own(rank, kind):
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    [("no_shard", FULL), *itertools.product(("rows", "mesh", "hybrid"), (FULL, SHARDED))],
+    [("no_shard", FULL), *itertools.product(("rows", "mesh", "hybrid", "first dimension"), (FULL, SHARDED))],
 )
 @both_views
 @on_ranks(4)
 def test_state_of_each_layout_equals_torchs(rank, use_orig_params, layout, kind):
     options = {"mesh": layout == "mesh"}
+    if layout in ("hybrid", "first dimension"):
+        options = {"device_mesh": init_device_mesh(device().type, (2, 2))}
     if layout == "hybrid":
-        mesh = init_device_mesh(device().type, (2, 2))
-        options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
     if layout == "no_shard":
         options = {"sharding_strategy": ShardingStrategy.NO_SHARD}
-    both = (trained(use_orig_params, rank, which=which, **options) for which in ("torch", "fsdp_c"))
+    data = rank // 2 if layout == "first dimension" else rank  # whose second dimension has copies
+    both = (trained(use_orig_params, data, which=which, **options) for which in ("torch", "fsdp_c"))
     assert_same_osd(*(saved(*one, kind=kind) for one in both))
 
 

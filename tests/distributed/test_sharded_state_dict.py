@@ -104,22 +104,27 @@ def assert_same_full(expected: Any, actual: Any) -> None:
     assert_same(saved(expected, FULL), saved(actual, FULL))
 
 
-@pairwise(use_orig_params=VIEWS, mesh=[False, True, "hybrid"], offload=[False, True])
+@pairwise(use_orig_params=VIEWS, mesh=[False, True, "hybrid", "first dimension"], offload=[False, True])
 @on_ranks(4)
 def test_sharded_values_and_their_metadata_equal_torchs(rank, use_orig_params, mesh, offload):
     states, options = [], {"mesh": mesh}
+    data = rank // 2 if mesh == "first dimension" else rank  # whose second dimension has copies
+    if isinstance(mesh, str):
+        options = {"device_mesh": init_device_mesh(device().type, (2, 2))}
     if mesh == "hybrid":
-        grid = init_device_mesh(device().type, (2, 2))
-        options = {"device_mesh": grid, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
     for which in ("torch", "fsdp_c"):
         model = wrap(odd() if mesh else contiguous(), use_orig_params, which, **options)
-        train(model, rank)
+        train(model, data)
         states.append(saved(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=offload)))
     torchs, ours = states
     assert sorted(ours) == sorted(torchs)
     for name in torchs:
         assert_same_value(name, torchs[name], ours[name])
+    expected = saved(model, FULL)
+    train(model, data)
     load(model, SHARDED, torchs)
+    assert_same(expected, saved(model, FULL))
 
 
 @both_forms
