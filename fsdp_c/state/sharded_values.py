@@ -34,6 +34,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_c.sharding.flat_param import FlatParamHandle
+from fsdp_c.sharding.holders import ranks_of
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.tensor_parallel import ParamExtension, divide_over_mesh, full_shape
 from fsdp_c.state.redistribution import (
@@ -493,17 +494,6 @@ def _placements(mesh: DeviceMesh, has_rows: bool) -> tuple[Placement, ...]:
     return (*[Replicate()] * (mesh.ndim - 1), last)
 
 
-def _has_rows_of(value: DTensor, module: ShardedModule) -> bool:
-    """Return True, on all ranks, if the local tensors of ``value`` are the rows of the unit's ranks."""
-    mesh = value.device_mesh
-    if mesh.size(-1) != module.world_size or value.placements != _placements(mesh, value.dim() > 0):
-        return False
-    coordinate = mesh.get_coordinate()
-    if mesh.ndim == 1 or coordinate is None:
-        return True
-    return mesh.mesh[tuple(coordinate[:-1])].tolist() == dist.get_process_group_ranks(module.process_group)
-
-
 def shape_of(value: Any) -> torch.Size:
     """Return the shape of a tensor or placeholder. ShardedTensor's own attribute would use its dispatcher."""
     return value.metadata().size if isinstance(value, ShardedTensor) else value.shape
@@ -521,7 +511,9 @@ def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamL
     into rows over the ranks of its group.
     """
     if isinstance(value, DTensor):
-        if _has_rows_of(value, module):
+        mesh = value.device_mesh
+        is_of_unit = ranks_of(mesh.get_group(mesh.ndim - 1)) == ranks_of(module.process_group)
+        if is_of_unit and value.placements == _placements(mesh, value.dim() > 0):
             return value.to_local()
         return own_rows(value.full_tensor(), module.rank, module.world_size)
     if not isinstance(value, ShardedTensor):
