@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch._guards import detect_fake_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_c.compat.errors import ranks_text
 from fsdp_c.sharding.optional import is_optional
@@ -147,7 +148,8 @@ def _gather(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> li
             f"rank {group.rank()}: its process group {group!r} cannot all-gather: it has no "
             "_allgather_base(). Pass a torch.distributed.ProcessGroup, or one of its backends"
         )
-    work = all_gather(everyone, own)
+    with _disable_current_modes():  # CommDebugMode counts the collectives of the step alone, as with torch
+        work = all_gather(everyone, own)
     if work is not None:
         work.wait()
     data = bytes(everyone.tolist())

@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.fsdp import FullOptimStateDictConfig, MixedPrecision, StateDictType
 from torch.distributed.optim import _NamedOptimizer
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -178,3 +179,17 @@ def test_a_dispatch_mode_may_read_every_tensor_that_it_sees(
             model(batch(rank, 2)).square().mean().backward()
         gradients.append([param.grad for param in model.parameters()])
     assert not different_paths(*gradients)
+
+
+@both_views
+@on_ranks(2)
+def test_comm_debug_mode_counts_the_collectives_of_each_step(rank: int, use_orig_params: bool) -> None:
+    model = sharded("fsdp_c", "FULL_SHARD", net={"blocks": 2}, use_orig_params=use_orig_params)
+    counts = []
+    for step in range(2):
+        with CommDebugMode() as mode:
+            model(batch(rank, step)).square().mean().backward()
+        counts.append(mode.get_comm_counts())
+    units = len(model.fsdp_modules(model))
+    assert sorted(counts[0].values()) == [units, 2 * units - 1]  # reductions; all-gathers, the root's once
+    assert counts[0] == counts[1]
