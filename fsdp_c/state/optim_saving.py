@@ -142,10 +142,10 @@ def _agree(
             raise ValueError(
                 f"rank {rank} holds elements of {name} but no optimizer state of it, as other ranks do"
             )
-    return {
-        managed[name]: _common_state(name, held, only_tensors=False)
-        for name in sorted(names & managed.keys())
-    }
+    common = sorted(names & managed.keys())
+    units = {unit: place for place, unit in enumerate(dict.fromkeys(managed[name].owner for name in common))}
+    common.sort(key=lambda name: units[managed[name].owner])  # unit by unit, as in torch
+    return {managed[name]: _common_state(name, held, only_tensors=False) for name in common}
 
 
 def _group_names(managed: dict[str, OptimParam], group: dist.ProcessGroup | None) -> list[tuple[int, bytes]]:
@@ -365,10 +365,15 @@ def _assembled(
                 names = [entry[0] for kind in (one.others, one.scalars, one.tensors) for entry in kind]
                 is_local = known in local and not handle_of(known.owner).layout.sharded
                 state[fqn] = {name: state[fqn][name] for name in (local[known] if is_local else names)}
-    for known, own in local.items():
-        if known.module is None:
-            state[known.name] = {key: _copied(value, options) for key, value in own.items()}
-    return dict(sorted(state.items())) if params.use_orig_params else state
+    outside = {
+        known.name: {key: _copied(value, options) for key, value in own.items()}
+        for known, own in local.items()
+        if known.module is None
+    }
+    if params.use_orig_params:
+        return dict(sorted(outside.items())) | state
+    state |= outside
+    return {fqn: state[fqn] for known in local for fqn in known.fqns if fqn in state}
 
 
 def _new_scalars(held: dict[OptimParam, _Held]) -> dict[torch.dtype, Iterator[Tensor]]:

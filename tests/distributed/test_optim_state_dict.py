@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,24 @@ def assert_same_osd(expected: dict[str, Any], actual: dict[str, Any]) -> None:
 
 
 # ----------------------------------------------------------------- saving
+
+
+@both_views
+@on_ranks(2)
+def test_the_order_of_state_equals_torchs(rank, use_orig_params):
+    orders = []
+    for which in ("torch", "fsdp_c"):
+        fsdp = implementation(which)
+        torch.manual_seed(0)
+        layers = {name: nn.Linear(4, 4, device=device()) for name in ("d", "b", "inner", "ignored", "a")}
+        options = {"use_orig_params": use_orig_params, "device_id": device()}
+        layers["inner"] = fsdp(layers["inner"], **options)
+        model = fsdp(nn.Sequential(OrderedDict(layers)), ignored_modules=[layers["ignored"]], **options)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(2, 4, device=device())).sum().backward()
+        optimizer.step()
+        orders.append(list(saved(model, optimizer)["state"]))
+    assert orders[0] == orders[1]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
