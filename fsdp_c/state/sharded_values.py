@@ -186,7 +186,7 @@ def saved_parts(
         rows: list[int] = []
         wholes: list[int] = []
         for module, index in items:
-            is_direct = as_rows and module._fsdp_extension is None and parts[index][1].rows is not None
+            is_direct = as_rows and _keeps_rows_of_shards(module) and parts[index][1].rows is not None
             (rows if is_direct else wholes).append(index)
         with collective_errors.gathering(*dict.fromkeys(handle_of(module) for module, _ in items)):
             # offloaded before the next batch is made
@@ -198,7 +198,7 @@ def saved_parts(
                 if whole is None:
                     continue
                 if as_rows and module._fsdp_extension is None:
-                    whole = own_rows(whole, module.rank, module.world_size).clone()
+                    whole = saved_rows(whole, module).clone()
                 put(index, whole, is_new=True)
     return values
 
@@ -327,6 +327,25 @@ def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
     return whole.contiguous().view(-1)[start:end].view(shape)
 
 
+def _keeps_rows_of_shards(module: ShardedModule) -> bool:
+    """Return True if sharded values are divided over the ranks of the unit.
+
+    Not under tensor parallelism, and not with a mesh of several dimensions without a hybrid strategy: as in
+    torch, the unit is sharded over the first dimension then, and values are divided over the last.
+    """
+    mesh = module._device_mesh
+    is_divided_alike = mesh is None or mesh.ndim == 1 or module._replicate_group is not None
+    return is_divided_alike and module._fsdp_extension is None
+
+
+def saved_rows(whole: Tensor, module: ShardedModule) -> Tensor:
+    """Return a view of this rank's rows, in sharded values of the unit, of a full tensor."""
+    mesh = module._device_mesh
+    if mesh is None:
+        return own_rows(whole, module.rank, module.world_size)
+    return own_rows(whole, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+
+
 def shards_of_rows(
     items: Sequence[tuple[ParamLayout, Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[Tensor]:
@@ -374,20 +393,15 @@ def whole_of_value(value: object, fqn: str, module: ShardedModule, layout: Param
 
 
 def value_of_rows(module: ShardedModule, rows: Tensor, layout: ParamLayout) -> Tensor:
-    """Return the sharded value for ``rows`` of this rank. Collective for a 2-D mesh without a hybrid strategy.
+    """Return the sharded value for ``rows`` of this rank.
 
     A DTensor if the unit has a device mesh, else a ShardedTensor, contiguous for parameters of any strides; a
     plain tensor for a 0-d parameter.
     """
     if (mesh := module._device_mesh) is not None:
         meta = TensorMeta(layout.shape, strides_in(layout.shape, layout.order), rows.dtype)
-        placements = _placements(mesh, bool(layout.shape))
-        if mesh.ndim == 1 or module._replicate_group is not None:
-            return DTensor(rows, DTensorSpec(mesh, placements, meta), requires_grad=False)
-        # Without a hybrid strategy, rows are divided over the first dimension of the mesh.
-        spec = DTensorSpec(mesh, placements[::-1], meta)
-        value = DTensor(rows.to(module.compute_device), spec, requires_grad=False)
-        return value.redistribute(placements=placements).to(rows.device)
+        spec = DTensorSpec(mesh, _placements(mesh, bool(layout.shape)), meta)
+        return DTensor(rows, spec, requires_grad=False)
     if not layout.shape:
         return rows
     return _Places.of(module, rows.device.type).sharded_tensor(rows.contiguous(), layout.shape)
@@ -511,11 +525,14 @@ def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamL
     into rows over the ranks of its group.
     """
     if isinstance(value, DTensor):
-        mesh = value.device_mesh
-        is_of_unit = ranks_of(mesh.get_group(mesh.ndim - 1)) == ranks_of(module.process_group)
+        mesh, group = value.device_mesh, module.process_group
+        rows_group = mesh.get_group(mesh.ndim - 1)
+        is_of_unit = rows_group is group or ranks_of(rows_group) == ranks_of(group)
         if is_of_unit and value.placements == _placements(mesh, value.dim() > 0):
             return value.to_local()
-        return own_rows(value.full_tensor(), module.rank, module.world_size)
+        moved: Any = value.to(module.compute_device)  # the mesh may have no group for CPU tensors
+        whole = moved.full_tensor()
+        return own_rows(whole, module.rank, module.world_size).clone()  # frees the full tensor
     if not isinstance(value, ShardedTensor):
         if isinstance(value, Tensor) and not layout.shape:
             return value

@@ -22,8 +22,8 @@ from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned
 from fsdp_c.sharding.tensor_parallel import divide_over_mesh
 from fsdp_c.state.sharded_values import (
     flat_value,
-    own_rows,
     param_layouts,
+    saved_rows,
     saved_shards,
     split_shard,
     value_of_rows,
@@ -151,7 +151,7 @@ def _rows_of_shown(module: ShardedModule) -> list[Tensor]:
     extension, mesh = module._fsdp_extension, module._device_mesh
     copies = _copies_of_shown(module)
     if extension is None:
-        return [own_rows(full, module.rank, module.world_size).clone() for full in copies]
+        return [saved_rows(full, module).clone() for full in copies]
     assert mesh is not None
     return [divide_over_mesh(full, extension, module.rank, mesh) for full in copies]
 
