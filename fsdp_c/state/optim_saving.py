@@ -253,14 +253,12 @@ def _common_state(name: str, held: Sequence[dict[str, _Held]], only_tensors: boo
     having = {rank: one[name] for rank, one in enumerate(held) if name in one}
     first_rank, first = next(iter(having.items()))
     for rank, other in having.items():
-        if other == first:
-            continue
         if other.tensors != first.tensors:
             raise ValueError(
                 f"ranks hold different optimizer state of {name}: rank {first_rank} {first.tensors}, rank {rank} "
                 f"{other.tensors}"
             )
-        if only_tensors:
+        if only_tensors or other == first:
             continue
         ours, theirs = (*first.scalars, *first.others), (*other.scalars, *other.others)
         key = next(one[0] for one in (*theirs, *ours) if one not in ours or one not in theirs)
