@@ -231,6 +231,8 @@ def _rekeyed(
                 elif holds_elements or isinstance(value, WholeState):
                     # every rank copies tensors of other shapes, see OptimParam.takes_any_shape
                     state[name] = _copied(value, options)
+                elif options.rank0_only and not _is_tensor(value):
+                    _copied(value, options)  # collective for tensors in lists and dicts
         if not state and options.named_optim is not None:
             # optimizers keyed by names expect state of every parameter, also without elements on this rank
             if param in options.named_optim.state:

@@ -109,12 +109,10 @@ def assert_same_osd(expected: dict[str, Any], actual: dict[str, Any]) -> None:
 def test_the_order_of_state_equals_torchs(rank, use_orig_params):
     orders = []
     for which in ("torch", "fsdp_c"):
-        fsdp = implementation(which)
-        torch.manual_seed(0)
         layers = {name: nn.Linear(4, 4, device=device()) for name in ("d", "b", "inner", "ignored", "a")}
-        options = {"use_orig_params": use_orig_params, "device_id": device()}
-        layers["inner"] = fsdp(layers["inner"], **options)
-        model = fsdp(nn.Sequential(OrderedDict(layers)), ignored_modules=[layers["ignored"]], **options)
+        options = {"use_orig_params": use_orig_params, "which": which, "auto_wrap_policy": None}
+        layers["inner"] = wrap(layers["inner"], **options)
+        model = wrap(nn.Sequential(OrderedDict(layers)), ignored_modules=[layers["ignored"]], **options)
         optimizer = torch.optim.Adam(model.parameters())
         model(torch.ones(2, 4, device=device())).sum().backward()
         optimizer.step()
@@ -383,6 +381,20 @@ def test_state_of_a_plain_model_is_rekeyed_loaded_and_rekeyed_back(use_orig_para
     optimizer.load_state_dict(to_load(model, optimizer, by_name))
     again = rekeyed("fsdp_c", saved(model, optimizer), OptimStateKeyType.PARAM_ID)
     assert again["state"] and not different_paths(by_id["state"], again["state"])
+
+
+@on_ranks(2)
+def test_lists_of_rank_0_reach_the_ranks_that_hold_elements(rank):
+    model = wrap(nn.Linear(4, 4), auto_wrap_policy=None)  # rank 1 holds all of the bias
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 4, device=device())).sum().backward()
+    optimizer.step()
+    config = FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False)
+    state = saved(model, optimizer, FULL, config)
+    for own in state["state"].values() if state else ():
+        own["factors"] = [torch.ones(2)]
+    loaded = to_load(model, optimizer, state, FULL, config)["state"]
+    assert [own["factors"][0].tolist() for own in loaded.values()] == [[1.0, 1.0]] * (1 + rank)
 
 
 @both_views
