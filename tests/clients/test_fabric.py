@@ -23,14 +23,7 @@ from tests.clients.lightning_models import (
     rank_batch,
     whole_loss,
 )
-from tests.clients.support import (
-    TIMEOUT_S,
-    assert_ours,
-    full_parameters,
-    launched,
-    require,
-    train_reference,
-)
+from tests.clients.support import TIMEOUT_S, assert_ours, full_parameters, launched, require, train_reference
 from tests.ranks import both_views, device_type, on_ranks, pool
 
 require("lightning")

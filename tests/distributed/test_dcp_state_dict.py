@@ -41,7 +41,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "full and flattened": {"full_state_dict": True, "flatten_optimizer_state_dict": True},
     "not strict": {"strict": False},
 }
-all_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 @contextlib.contextmanager

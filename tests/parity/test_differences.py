@@ -17,12 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffload,
-    FullOptimStateDictConfig,
-    MixedPrecision,
-    StateDictType,
-)
+from torch.distributed.fsdp import CPUOffload, FullOptimStateDictConfig, MixedPrecision, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.func import functional_call
 from torch.nn.utils.rnn import pack_sequence

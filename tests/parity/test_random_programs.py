@@ -56,22 +56,8 @@ from fsdp_c.checkpoint.pieces import narrow_box
 from fsdp_c.checkpoint.storage import read_checkpoint, read_entries
 from fsdp_c.checkpoint.values import RangeTensor
 from tests.distributed.test_checkpoint import folder_of_ranks
-from tests.parity.engine import (
-    Run,
-    assert_record_is_worth_comparing,
-    differences,
-    implementation,
-)
-from tests.parity.programs import (
-    Illegal,
-    Operation,
-    Program,
-    Side,
-    build,
-    generate,
-    local_tensors,
-    operation,
-)
+from tests.parity.engine import Run, assert_record_is_worth_comparing, differences, implementation
+from tests.parity.programs import Illegal, Operation, Program, Side, build, generate, local_tensors, operation
 from tests.ranks import device, on_ranks
 from tests.simulated_gpu import races
 
