@@ -368,10 +368,7 @@ def _assembled(
         for known, own in local.items()
         if known.module is None
     }
-    if params.use_orig_params:
-        return dict(sorted(outside.items())) | state
-    state |= outside
-    return {fqn: state[fqn] for known in local for fqn in known.fqns if fqn in state}
+    return dict(sorted(outside.items())) | state if params.use_orig_params else state | outside
 
 
 def _new_scalars(held: dict[OptimParam, _Held]) -> dict[torch.dtype, Iterator[Tensor]]:

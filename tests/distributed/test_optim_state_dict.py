@@ -113,7 +113,8 @@ def test_the_order_of_state_equals_torchs(rank, use_orig_params):
         options = {"use_orig_params": use_orig_params, "which": which, "auto_wrap_policy": None}
         layers["inner"] = wrap(layers["inner"], **options)
         model = wrap(nn.Sequential(OrderedDict(layers)), ignored_modules=[layers["ignored"]], **options)
-        optimizer = torch.optim.Adam(model.parameters())
+        first, second, *others = model.parameters()  # rank 0's order counts
+        optimizer = torch.optim.Adam([second, first, *others] if rank else [first, second, *others])
         model(torch.ones(2, 4, device=device())).sum().backward()
         optimizer.step()
         orders.append(list(saved(model, optimizer)["state"]))
