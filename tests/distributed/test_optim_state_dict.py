@@ -164,8 +164,14 @@ def test_state_of_each_layout_equals_torchs(rank, use_orig_params, layout, kind)
     if layout == "no_shard":
         options = {"sharding_strategy": ShardingStrategy.NO_SHARD}
     data = rank // 2 if layout == "first dimension" else rank  # whose second dimension has copies
-    both = (trained(use_orig_params, data, which=which, **options) for which in ("torch", "fsdp_c"))
-    assert_same_osd(*(saved(*one, kind=kind) for one in both))
+    both = [trained(use_orig_params, data, which=which, **options) for which in ("torch", "fsdp_c")]
+    torchs, ours = (saved(*one, kind=kind) for one in both)
+    assert_same_osd(torchs, ours)
+    model, optimizer = both[1]
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+    optimizer.load_state_dict(to_load(model, optimizer, torchs, kind))
+    assert_same_osd(ours, saved(model, optimizer, kind=kind))
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
